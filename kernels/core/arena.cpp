@@ -1,0 +1,109 @@
+#include "kernels/core/arena.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <utility>
+
+namespace kestrel {
+namespace {
+
+constexpr int64_t kAlignment = 256;
+constexpr int64_t kPlannerCapacity = int64_t{1} << 60;
+
+int64_t align_up(int64_t n) { return (n + kAlignment - 1) / kAlignment * kAlignment; }
+
+Tensor make(void* p, std::initializer_list<int64_t> shape, DType dtype, Device device) {
+  return Tensor(p, shape, dtype, device);
+}
+
+int64_t bytes_of(std::initializer_list<int64_t> shape, DType dtype) {
+  int64_t n = size_of(dtype);
+  for (int64_t d : shape) n *= d;
+  return n;
+}
+
+}  // namespace
+
+Arena::Arena(Device device, int64_t capacity) : device_(device), capacity_(align_up(capacity)) {
+  KESTREL_CHECK(device == Device::cpu, "no ", name_of(device), " arena in this build");
+  void* p = mmap(nullptr, static_cast<size_t>(capacity_ ? capacity_ : kAlignment), PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) {
+    throw DeviceError(text("cannot reserve ", capacity_, " bytes of host memory for activations: ", std::strerror(errno),
+                           ". Lower train.micro_batch_size or data.sequence_length, or set train.recompute to \"block\"."));
+  }
+  base_ = static_cast<char*>(p);
+  top_ = capacity_;
+}
+
+Arena Arena::planner(Device device) {
+  Arena a;
+  a.device_ = device;
+  a.planning_ = true;
+  a.base_ = reinterpret_cast<char*>(kAlignment);  // never dereferenced
+  a.capacity_ = a.top_ = kPlannerCapacity;
+  return a;
+}
+
+Arena::Arena(Arena&& o) noexcept
+    : device_(o.device_), planning_(o.planning_), base_(std::exchange(o.base_, nullptr)), capacity_(o.capacity_),
+      bottom_(o.bottom_), top_(o.top_), peak_(o.peak_), pieces_(std::move(o.pieces_)), now_(std::move(o.now_)),
+      at_peak_(std::move(o.at_peak_)) {}
+
+Arena::~Arena() {
+  if (base_ && !planning_) munmap(base_, static_cast<size_t>(capacity_ ? capacity_ : kAlignment));
+}
+
+void* Arena::take(int64_t bytes, bool from_bottom) {
+  bytes = align_up(bytes);
+  KESTREL_CHECK(bottom_ + bytes <= top_, "arena of ", capacity_, " bytes is full: ", bottom_, " kept, ", capacity_ - top_,
+                " in use as scratch, ", bytes, " wanted; the plan of this step was too small");
+  if (from_bottom) {
+    void* p = base_ + bottom_;
+    bottom_ += bytes;
+    return p;
+  }
+  top_ -= bytes;
+  return base_ + top_;
+}
+
+void Arena::note_peak() {
+  const int64_t used = bottom_ + (capacity_ - top_);
+  if (used <= peak_) return;
+  peak_ = used;
+  if (!planning_) return;
+  at_peak_ = now_;
+  at_peak_["scratch"] = capacity_ - top_;
+}
+
+Tensor Arena::keep(std::initializer_list<int64_t> shape, DType dtype, const char* purpose) {
+  const int64_t bytes = bytes_of(shape, dtype);
+  void* p = take(bytes, true);
+  pieces_.push_back({bottom_, purpose, align_up(bytes)});
+  now_[purpose] += align_up(bytes);
+  note_peak();
+  return make(p, shape, dtype, device_);
+}
+
+Tensor Arena::temp(std::initializer_list<int64_t> shape, DType dtype) {
+  void* p = take(bytes_of(shape, dtype), false);
+  note_peak();
+  return make(p, shape, dtype, device_);
+}
+
+void Arena::release_keep(int64_t mark) {
+  KESTREL_CHECK(mark <= bottom_, "released to ", mark, " above the bottom ", bottom_);
+  while (!pieces_.empty() && pieces_.back().end > mark) {
+    now_[pieces_.back().purpose] -= pieces_.back().bytes;
+    pieces_.pop_back();
+  }
+  bottom_ = mark;
+}
+
+void Arena::release_temp(int64_t mark) {
+  KESTREL_CHECK(mark >= top_, "released to ", mark, " below the top ", top_);
+  top_ = mark;
+}
+
+}  // namespace kestrel

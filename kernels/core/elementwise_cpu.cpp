@@ -1,0 +1,73 @@
+#include <cstring>
+
+#include "kernels/core/elementwise.h"
+#include "kernels/core/parallel.h"
+
+namespace kestrel {
+namespace {
+
+constexpr int64_t kRowGrain = 64;
+
+char* row_of(const Tensor& t, int64_t r) { return static_cast<char*>(t.data) + r * t.ld * size_of(t.dtype); }
+
+void require_cpu(const Stream& s) { KESTREL_CHECK(s.device() == Device::cpu, "no ", name_of(s.device()), " back end for this operation in this build"); }
+
+}  // namespace
+
+void fill_zero(Stream& s, Tensor t) {
+  if (s.planning()) return;
+  require_cpu(s);
+  parallel_pieces(t.rows(), kRowGrain, [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; ++r) std::memset(row_of(t, r), 0, static_cast<size_t>(t.cols() * size_of(t.dtype)));
+  });
+}
+
+void copy_cast(Stream& s, Tensor out, Tensor in) {
+  KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols(), "copy ", in.describe(), " to ", out.describe());
+  if (s.planning()) return;
+  require_cpu(s);
+  const int64_t n = in.cols();
+  parallel_pieces(in.rows(), kRowGrain, [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; ++r) {
+      char *o = row_of(out, r), *i = row_of(in, r);
+      if (out.dtype == in.dtype) {
+        std::memmove(o, i, static_cast<size_t>(n * size_of(in.dtype)));
+      } else if (out.dtype == DType::bf16 && in.dtype == DType::f32) {
+        for (int64_t c = 0; c < n; ++c) reinterpret_cast<bf16*>(o)[c] = bf16(reinterpret_cast<const float*>(i)[c]);
+      } else if (out.dtype == DType::f32 && in.dtype == DType::bf16) {
+        for (int64_t c = 0; c < n; ++c) reinterpret_cast<float*>(o)[c] = static_cast<float>(reinterpret_cast<const bf16*>(i)[c]);
+      } else {
+        KESTREL_CHECK(false, "no cast from ", in.describe(), " to ", out.describe());
+      }
+    }
+  });
+}
+
+void add_into(Stream& s, Tensor out, Tensor in, float scale) {
+  KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols() && out.dtype == DType::f32 && in.dtype == DType::f32, "add ", in.describe(), " into ", out.describe());
+  if (s.planning()) return;
+  require_cpu(s);
+  const int64_t n = in.cols();
+  parallel_pieces(in.rows(), kRowGrain, [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; ++r) {
+      float* o = reinterpret_cast<float*>(row_of(out, r));
+      const float* i = reinterpret_cast<const float*>(row_of(in, r));
+      for (int64_t c = 0; c < n; ++c) o[c] += scale * i[c];
+    }
+  });
+}
+
+void document_starts(Stream& s, Tensor document_start, Tensor segment) {
+  KESTREL_CHECK(segment.rank == 2, "segment is ", segment.describe(), ", expected I32 [B,T]");
+  check_matrix("document_start", document_start, DType::i32, segment.rows(), segment.cols());
+  if (s.planning()) return;
+  require_cpu(s);
+  const int64_t T = segment.cols();
+  for (int64_t b = 0; b < segment.rows(); ++b) {
+    const int32_t* id = segment.i32() + b * segment.ld;
+    int32_t* start = document_start.i32() + b * document_start.ld;
+    for (int64_t t = 0; t < T; ++t) start[t] = t > 0 && id[t] == id[t - 1] ? start[t - 1] : static_cast<int32_t>(t);
+  }
+}
+
+}  // namespace kestrel
