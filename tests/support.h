@@ -15,8 +15,8 @@
 
 namespace kestrel::test {
 
-// An owned host tensor whose memory is poisoned with NaN before first use and fenced by poisoned margins that are checked
-// on destruction: an operation that leaves an element unwritten or writes outside shows up.
+// An owned host tensor whose memory is poisoned with NaN before first use and fenced by poisoned margins that are
+// checked on destruction: an operation that leaves an element unwritten or writes outside shows up.
 class Buffer {
  public:
   Buffer(std::initializer_list<int64_t> shape, DType t = DType::f32) {
@@ -64,7 +64,9 @@ class Buffer {
   Tensor tensor_;
 };
 
-inline SafetensorsFile fixture(const std::string& name) { return SafetensorsFile(std::string(KESTREL_FIXTURES) + "/" + name + ".safetensors"); }
+inline SafetensorsFile fixture(const std::string& name) {
+  return SafetensorsFile(std::string(KESTREL_FIXTURES) + "/" + name + ".safetensors");
+}
 
 // ||a - b|| / ||b|| in fp64; a NaN gives NaN, which fails every EXPECT_LE.  b = 0 everywhere: ||a||.
 inline double relative_error(const Tensor& a, const Tensor& b) {

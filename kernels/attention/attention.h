@@ -20,8 +20,8 @@ struct AttentionDims {
 
 void attention_forward(Stream& s, const AttentionDims& d, Tensor o, Tensor lse, Tensor q, Tensor k, Tensor v,
                        Tensor document_start, Tensor max_logit = {});
-void attention_backward(Stream& s, const AttentionDims& d, Tensor dq, Tensor dk, Tensor dv, Tensor d_o, Tensor o, Tensor lse,
-                        Tensor q, Tensor k, Tensor v, Tensor document_start);
+void attention_backward(Stream& s, const AttentionDims& d, Tensor dq, Tensor dk, Tensor dv, Tensor d_o, Tensor o,
+                        Tensor lse, Tensor q, Tensor k, Tensor v, Tensor document_start);
 
 struct MlaDims {
   int64_t N, H, nope, rope, v;
@@ -30,9 +30,11 @@ void mla_assemble_forward(Stream& s, const MlaDims& d, Tensor k, Tensor v, Tenso
 void mla_assemble_backward(Stream& s, const MlaDims& d, Tensor dkv, Tensor dk_shared, Tensor dk, Tensor dv);
 
 // Decoding against a cache of latents: no key or value is expanded.
-//   q [M, H*(nope+rope)] for M new tokens at positions past .. past+M-1;  latent [S, c] (normalised), k_shared [S, rope], the
-//   whole cache with the M new tokens already in it (S = past + M);  kv_b [H*(nope+v), c];  o [M, H*v].
-//   s_j = (nope+rope)^(-1/2) ( <W_k,h^T q_nope, latent_j> + <q_rope, k_shared_j> );  o_h = W_v,h sum_j softmax(s)_j latent_j
-void mla_decode(Stream& s, const MlaDims& d, int64_t past, Tensor o, Tensor q, Tensor latent, Tensor k_shared, Tensor kv_b);
+//   q [M, H*(nope+rope)] for M new tokens at positions past .. past+M-1;  latent [S, c] (normalised), k_shared [S,
+//   rope], the whole cache with the M new tokens already in it (S = past + M);  kv_b [H*(nope+v), c];  o [M, H*v]. s_j
+//   = (nope+rope)^(-1/2) ( <W_k,h^T q_nope, latent_j> + <q_rope, k_shared_j> );  o_h = W_v,h sum_j softmax(s)_j
+//   latent_j
+void mla_decode(Stream& s, const MlaDims& d, int64_t past, Tensor o, Tensor q, Tensor latent, Tensor k_shared,
+                Tensor kv_b);
 
 }  // namespace kestrel

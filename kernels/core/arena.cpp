@@ -11,7 +11,9 @@ namespace {
 constexpr int64_t kAlignment = 256;
 constexpr int64_t kPlannerCapacity = int64_t{1} << 60;
 
-int64_t align_up(int64_t n) { return (n + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t align_up(int64_t n) {
+  return (n + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 Tensor make(void* p, std::initializer_list<int64_t> shape, DType dtype, Device device) {
   return Tensor(p, shape, dtype, device);
@@ -30,8 +32,9 @@ Arena::Arena(Device device, int64_t capacity) : device_(device), capacity_(align
   void* p = mmap(nullptr, static_cast<size_t>(capacity_ ? capacity_ : kAlignment), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) {
-    throw DeviceError(text("cannot reserve ", capacity_, " bytes of host memory for activations: ", std::strerror(errno),
-                           ". Lower train.micro_batch_size or data.sequence_length, or set train.recompute to \"block\"."));
+    throw DeviceError(
+        text("cannot reserve ", capacity_, " bytes of host memory for activations: ", std::strerror(errno),
+             ". Lower train.micro_batch_size or data.sequence_length, or set train.recompute to \"block\"."));
   }
   base_ = static_cast<char*>(p);
   top_ = capacity_;
@@ -47,8 +50,15 @@ Arena Arena::planner(Device device) {
 }
 
 Arena::Arena(Arena&& o) noexcept
-    : device_(o.device_), planning_(o.planning_), base_(std::exchange(o.base_, nullptr)), capacity_(o.capacity_),
-      bottom_(o.bottom_), top_(o.top_), peak_(o.peak_), pieces_(std::move(o.pieces_)), now_(std::move(o.now_)),
+    : device_(o.device_),
+      planning_(o.planning_),
+      base_(std::exchange(o.base_, nullptr)),
+      capacity_(o.capacity_),
+      bottom_(o.bottom_),
+      top_(o.top_),
+      peak_(o.peak_),
+      pieces_(std::move(o.pieces_)),
+      now_(std::move(o.now_)),
       at_peak_(std::move(o.at_peak_)) {}
 
 Arena::~Arena() {
@@ -57,8 +67,8 @@ Arena::~Arena() {
 
 void* Arena::take(int64_t bytes, bool from_bottom) {
   bytes = align_up(bytes);
-  KESTREL_CHECK(bottom_ + bytes <= top_, "arena of ", capacity_, " bytes is full: ", bottom_, " kept, ", capacity_ - top_,
-                " in use as scratch, ", bytes, " wanted; the plan of this step was too small");
+  KESTREL_CHECK(bottom_ + bytes <= top_, "arena of ", capacity_, " bytes is full: ", bottom_, " kept, ",
+                capacity_ - top_, " in use as scratch, ", bytes, " wanted; the plan of this step was too small");
   if (from_bottom) {
     void* p = base_ + bottom_;
     bottom_ += bytes;

@@ -1,11 +1,11 @@
 // Memory of one device, planned before the first step.
 //
 // An arena has two ends.  `keep` takes from the bottom: what lives until its mark is released (activations saved for
-// backward, gradients of activations).  `temp` takes from the top: scratch of one operation or one layer.  Both ends are
-// stacks with marks, so a step allocates nothing from the system.
+// backward, gradients of activations).  `temp` takes from the top: scratch of one operation or one layer.  Both ends
+// are stacks with marks, so a step allocates nothing from the system.
 //
-// A planner (`Arena::planner`) hands out addresses that must not be touched and only counts; the model is run over it once
-// to learn the size of the real arena.  Operations return before they compute when `Stream::planning()` is true.
+// A planner (`Arena::planner`) hands out addresses that must not be touched and only counts; the model is run over it
+// once to learn the size of the real arena.  Operations return before they compute when `Stream::planning()` is true.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,10 @@ class Arena {
   bool planning() const { return planning_; }
   Device device() const { return device_; }
   int64_t capacity() const { return capacity_; }
-  int64_t peak() const { return peak_; }                                    // bytes, both ends, over the arena's life
-  const std::map<std::string, int64_t>& by_purpose() const { return at_peak_; }  // bytes at the moment of the peak; "scratch" = the top end
+  int64_t peak() const { return peak_; }  // bytes, both ends, over the arena's life
+  const std::map<std::string, int64_t>& by_purpose() const {
+    return at_peak_;
+  }  // bytes at the moment of the peak; "scratch" = the top end
 
  private:
   Arena() = default;

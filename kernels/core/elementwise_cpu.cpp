@@ -8,9 +8,13 @@ namespace {
 
 constexpr int64_t kRowGrain = 64;
 
-char* row_of(const Tensor& t, int64_t r) { return static_cast<char*>(t.data) + r * t.ld * size_of(t.dtype); }
+char* row_of(const Tensor& t, int64_t r) {
+  return static_cast<char*>(t.data) + r * t.ld * size_of(t.dtype);
+}
 
-void require_cpu(const Stream& s) { KESTREL_CHECK(s.device() == Device::cpu, "no ", name_of(s.device()), " back end for this operation in this build"); }
+void require_cpu(const Stream& s) {
+  KESTREL_CHECK(s.device() == Device::cpu, "no ", name_of(s.device()), " back end for this operation in this build");
+}
 
 }  // namespace
 
@@ -35,7 +39,8 @@ void copy_cast(Stream& s, Tensor out, Tensor in) {
       } else if (out.dtype == DType::bf16 && in.dtype == DType::f32) {
         for (int64_t c = 0; c < n; ++c) reinterpret_cast<bf16*>(o)[c] = bf16(reinterpret_cast<const float*>(i)[c]);
       } else if (out.dtype == DType::f32 && in.dtype == DType::bf16) {
-        for (int64_t c = 0; c < n; ++c) reinterpret_cast<float*>(o)[c] = static_cast<float>(reinterpret_cast<const bf16*>(i)[c]);
+        for (int64_t c = 0; c < n; ++c)
+          reinterpret_cast<float*>(o)[c] = static_cast<float>(reinterpret_cast<const bf16*>(i)[c]);
       } else {
         KESTREL_CHECK(false, "no cast from ", in.describe(), " to ", out.describe());
       }
@@ -44,7 +49,8 @@ void copy_cast(Stream& s, Tensor out, Tensor in) {
 }
 
 void add_into(Stream& s, Tensor out, Tensor in, float scale) {
-  KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols() && out.dtype == DType::f32 && in.dtype == DType::f32, "add ", in.describe(), " into ", out.describe());
+  KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols() && out.dtype == DType::f32 && in.dtype == DType::f32,
+                "add ", in.describe(), " into ", out.describe());
   if (s.planning()) return;
   require_cpu(s);
   const int64_t n = in.cols();

@@ -58,8 +58,9 @@ std::string text(const Args&... args) {
 
 }  // namespace kestrel
 
-// An operation's check of its arguments: KESTREL_CHECK(a.cols() == b.cols(), "a has ", a.cols(), " columns, b ", b.cols());
-#define KESTREL_CHECK(condition, ...)                                                                       \
-  do {                                                                                                      \
+// An operation's check of its arguments: KESTREL_CHECK(a.cols() == b.cols(), "a has ", a.cols(), " columns, b ",
+// b.cols());
+#define KESTREL_CHECK(condition, ...)                                                                            \
+  do {                                                                                                           \
     if (!(condition)) ::kestrel::contract_failure(#condition, __FILE__, __LINE__, ::kestrel::text(__VA_ARGS__)); \
   } while (0)

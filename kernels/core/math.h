@@ -31,7 +31,9 @@ inline float exp_f(float x) {
 }
 
 // 1 / (1 + e^-x), exact to rounding at both ends.
-inline float sigmoid_f(float x) { return 1.f / (1.f + exp_f(-x)); }
+inline float sigmoid_f(float x) {
+  return 1.f / (1.f + exp_f(-x));
+}
 
 // tanh through e^-2|x|; a polynomial near zero where the difference would cancel.
 inline float tanh_f(float x) {
@@ -44,8 +46,12 @@ inline float tanh_f(float x) {
 }
 
 // log(1 + e^x) without overflow.
-inline float softplus_f(float x) { return (x > 0.f ? x : 0.f) + std::log1p(std::exp(-std::fabs(x))); }
+inline float softplus_f(float x) {
+  return (x > 0.f ? x : 0.f) + std::log1p(std::exp(-std::fabs(x)));
+}
 
-inline float silu_f(float x) { return x * sigmoid_f(x); }
+inline float silu_f(float x) {
+  return x * sigmoid_f(x);
+}
 
 }  // namespace kestrel

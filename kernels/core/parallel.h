@@ -31,7 +31,8 @@ void parallel_for_dynamic(int64_t n, F&& fn) {
 }
 
 // fn(begin, end) over [0, n) in pieces of `grain`: the pieces depend on n and grain only, so a reduction that keeps one
-// partial per piece and sums them in piece order is the same for every thread count.  Piece p is [p grain, (p+1) grain).
+// partial per piece and sums them in piece order is the same for every thread count.  Piece p is [p grain, (p+1)
+// grain).
 template <class F>
 void parallel_pieces(int64_t n, int64_t grain, F&& fn) {
   const int64_t pieces = (n + grain - 1) / grain;

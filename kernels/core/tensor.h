@@ -16,7 +16,9 @@
 namespace kestrel {
 
 enum class Device : uint8_t { cpu, cuda };
-constexpr const char* name_of(Device d) { return d == Device::cpu ? "cpu" : "cuda"; }
+constexpr const char* name_of(Device d) {
+  return d == Device::cpu ? "cpu" : "cuda";
+}
 
 struct Tensor {
   void* data = nullptr;
@@ -76,7 +78,8 @@ struct Tensor {
   }
   // Columns [first, first + count) of the matrix view.
   Tensor columns(int64_t first, int64_t count) const {
-    KESTREL_CHECK(first >= 0 && count >= 0 && first + count <= cols(), "columns ", first, "+", count, " of ", describe());
+    KESTREL_CHECK(first >= 0 && count >= 0 && first + count <= cols(), "columns ", first, "+", count, " of ",
+                  describe());
     Tensor t = matrix();
     t.data = static_cast<char*>(data) + first * size_of(dtype);
     t.shape[1] = count;
@@ -84,7 +87,8 @@ struct Tensor {
   }
   // Entries [first, first + count) along the first dimension.
   Tensor slice(int64_t first, int64_t count) const {
-    KESTREL_CHECK(rank >= 1 && first >= 0 && count >= 0 && first + count <= shape[0], "slice ", first, "+", count, " of ", describe());
+    KESTREL_CHECK(rank >= 1 && first >= 0 && count >= 0 && first + count <= shape[0], "slice ", first, "+", count,
+                  " of ", describe());
     Tensor t = *this;
     const int64_t step = rank == 1 ? 1 : (rows() / (shape[0] ? shape[0] : 1)) * ld;
     t.data = static_cast<char*>(data) + first * step * size_of(dtype);
@@ -100,14 +104,7 @@ struct Tensor {
     return t;
   }
 
-  std::string describe() const {  // "F32[2,3] cpu"
-    std::string s(name_of(dtype));
-    s += "[";
-    for (int i = 0; i < rank; ++i) s += (i ? "," : "") + std::to_string(shape[static_cast<size_t>(i)]);
-    s += "]";
-    if (rank >= 2 && ld != cols()) s += " ld " + std::to_string(ld);
-    return s + " " + name_of(device);
-  }
+  std::string describe() const;  // "F32[2,3] cpu"
 };
 
 // "a is [rows, cols], dtype, on the stream's device" in one line; cols < 0 leaves the columns open.

@@ -1,15 +1,18 @@
-// Dropless dispatch of tokens to experts, products of ragged groups, and the way back.  Every order is fixed: repeatable.
+// Dropless dispatch of tokens to experts, products of ragged groups, and the way back.  Every order is fixed:
+// repeatable.
 //
-// A plan sorts the (token, slot) pairs by expert, stable in token order: rows of expert e are [offsets[e], offsets[e+1]).
+// A plan sorts the (token, slot) pairs by expert, stable in token order: rows of expert e are [offsets[e],
+// offsets[e+1]).
 //   gather_rows   rows[row_of[n,j],:] = x[n,:]                         (dispatch;  backward of sum_rows)
-//   sum_rows      y[n,:] = sum_j rows[row_of[n,j],:], slots in order   (combine;   backward of gather_rows); fp32 sums; tokens
+//   sum_rows      y[n,:] = sum_j rows[row_of[n,j],:], slots in order   (combine;   backward of gather_rows); fp32 sums;
+//   tokens
 //                 without any slot get zeros
-//   gather_slots  out[row] = value[n,j]   and  scatter_slots  value[n,j] = in[row] (0 for unused slots): per-row scalars, F32
-//   grouped_linear   y[r,:] = x[r,:] w[e]^T for the rows r of expert e;  w [E,out,in]
+//   gather_slots  out[row] = value[n,j]   and  scatter_slots  value[n,j] = in[row] (0 for unused slots): per-row
+//   scalars, F32 grouped_linear   y[r,:] = x[r,:] w[e]^T for the rows r of expert e;  w [E,out,in]
 //        backward  dx[r,:] = dy[r,:] w[e];   dw[e] += dy_e^T x_e (an expert without rows is left as it is)
 //
-// Shapes: index, row_of [N,slots] I32 (-1: unused), offsets [E+1] I64, token_of [R] I32; R <= N*slots rows are in use, rows
-// beyond offsets[E] are never read or written.
+// Shapes: index, row_of [N,slots] I32 (-1: unused), offsets [E+1] I64, token_of [R] I32; R <= N*slots rows are in use,
+// rows beyond offsets[E] are never read or written.
 #pragma once
 
 #include "kernels/core/stream.h"

@@ -3,9 +3,11 @@
 //   C = alpha op(A) op(B) + beta C        row-major; op is the identity or the transpose; any leading dimensions
 //
 // dtypes: F32 x F32 -> F32 (CPU and CUDA);  BF16 x BF16 -> BF16 or F32 with fp32 accumulation (CUDA).
-// beta = 0 never reads C (it may hold NaN).  Nothing is saved.  Sizes may be 0: M or N = 0 does nothing, K = 0 scales C.
+// beta = 0 never reads C (it may hold NaN).  Nothing is saved.  Sizes may be 0: M or N = 0 does nothing, K = 0 scales
+// C.
 //
-// The own CPU product gives the same bits for every thread count: each tile of C is computed by one thread, over k in order.
+// The own CPU product gives the same bits for every thread count: each tile of C is computed by one thread, over k in
+// order.
 #pragma once
 
 #include <string>
@@ -35,8 +37,8 @@ std::string cpu_gemm_description();  // "own AVX2 GEMM", "OpenBLAS 0.3.21 (Haswe
 
 namespace cpu {
 // C[M,N] = alpha op(A) op(B) + beta C, all threads, with the product chosen by set_cpu_gemm.
-void sgemm(Trans ta, Trans tb, int64_t M, int64_t N, int64_t K, float alpha, const float* A, int64_t lda, const float* B,
-           int64_t ldb, float beta, float* C, int64_t ldc);
+void sgemm(Trans ta, Trans tb, int64_t M, int64_t N, int64_t K, float alpha, const float* A, int64_t lda,
+           const float* B, int64_t ldb, float beta, float* C, int64_t ldc);
 // The own product on the calling thread alone: for use inside parallel loops.  Same bits as `sgemm` with CpuGemm::own.
 void sgemm_serial(Trans ta, Trans tb, int64_t M, int64_t N, int64_t K, float alpha, const float* A, int64_t lda,
                   const float* B, int64_t ldb, float beta, float* C, int64_t ldc);

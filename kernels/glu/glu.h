@@ -1,8 +1,8 @@
 // Gated linear units, and a plain sigmoid gate.
 //
-//   SiTU-GLU  y = beta tanh(a/beta) sigmoid(a) * linear_beta tanh(b/linear_beta)     (sigmoid sees the raw a; fp32, one rounding)
-//   SwiGLU    y = a sigmoid(a) * b
-//   with row_scale p [N] F32 (may be empty):  y = p * glu(a, b)   (routing probability before the down projection)
+//   SiTU-GLU  y = beta tanh(a/beta) sigmoid(a) * linear_beta tanh(b/linear_beta)     (sigmoid sees the raw a; fp32, one
+//   rounding) SwiGLU    y = a sigmoid(a) * b with row_scale p [N] F32 (may be empty):  y = p * glu(a, b)   (routing
+//   probability before the down projection)
 //
 // Shapes: a, b, y [N, F] (any ld: a and b are usually the halves of one product).  Backward overwrites da, db and
 // drow_scale [N] = sum_f dy glu(a, b).  Saves nothing beyond a and b.
@@ -18,7 +18,8 @@ struct Glu {
 };
 
 void glu_forward(Stream& s, const Glu& glu, Tensor y, Tensor a, Tensor b, Tensor row_scale = {});
-void glu_backward(Stream& s, const Glu& glu, Tensor da, Tensor db, Tensor drow_scale, Tensor dy, Tensor a, Tensor b, Tensor row_scale = {});
+void glu_backward(Stream& s, const Glu& glu, Tensor da, Tensor db, Tensor drow_scale, Tensor dy, Tensor a, Tensor b,
+                  Tensor row_scale = {});
 
 // y = o sigmoid(gate);  backward overwrites d_o = dy sigmoid(gate), dgate = dy o s (1-s).  All [N, D], any ld.
 void sigmoid_gate_forward(Stream& s, Tensor y, Tensor o, Tensor gate);

@@ -8,8 +8,8 @@
 //   S <- diag(e^g) S;   e = v - S^T k;   S <- S + beta k e^T;   o = K^(-1/2) S^T q
 // The state starts from `initial_state` (or zero) at t = 0 and from zero wherever document_start[t] == t > 0.
 //
-// Computed in chunks of 64 tokens (kernels/kda/README.md has the derivation): a [K,V] state per chunk, triangular products
-// inside the chunk.
+// Computed in chunks of 64 tokens (kernels/kda/README.md has the derivation): a [K,V] state per chunk, triangular
+// products inside the chunk.
 //
 // Shapes: q, k, gate [B*T, H*K], v, o [B*T, H*V] (any ld), beta [B*T, H] (any ld); A_log [H] F32, dt_bias [H*K] F32;
 // initial_state, final_state [B,H,K,V] F32 (each may be empty); document_start [B,T] I32 (may be empty).
@@ -39,20 +39,22 @@ struct KdaInputs {
 
 struct KdaGrads {
   Tensor dq, dk, dv, dgate, dbeta;
-  Tensor dA_log, ddt_bias;   // added to
-  Tensor d_initial_state;    // may be empty
+  Tensor dA_log, ddt_bias;  // added to
+  Tensor d_initial_state;   // may be empty
 };
 
 // Elements (F32) of `saved`.
 int64_t kda_saved_elements(const KdaDims& d);
 
 void kda_forward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state, Tensor saved);
-void kda_backward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor saved, Tensor d_o, Tensor d_final_state, const KdaGrads& grads);
+void kda_backward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor saved, Tensor d_o, Tensor d_final_state,
+                  const KdaGrads& grads);
 
 namespace cpu {
 // The definition, token by token: what the chunked form is tested and timed against.
 void kda_recurrence_forward(const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state);
-void kda_recurrence_backward(const KdaDims& d, const KdaInputs& in, Tensor d_o, Tensor d_final_state, const KdaGrads& grads);
+void kda_recurrence_backward(const KdaDims& d, const KdaInputs& in, Tensor d_o, Tensor d_final_state,
+                             const KdaGrads& grads);
 }  // namespace cpu
 
 }  // namespace kestrel

@@ -5,7 +5,8 @@
 //
 // Shapes: x, y [N, D] (x and y may be column blocks: ld >= D), w [D] F32, rstd [N] F32 (saved for backward).
 // dtypes: x, y, g in the activation dtype; statistics in fp32.
-// Backward overwrites dx and dgate, and adds to dw.  With u = w dy:  dx = r u - x r^3 mean(u x);  dw += sum_rows dy x r.
+// Backward overwrites dx and dgate, and adds to dw.  With u = w dy:  dx = r u - x r^3 mean(u x);  dw += sum_rows dy x
+// r.
 #pragma once
 
 #include "kernels/core/stream.h"
@@ -14,12 +15,13 @@ namespace kestrel {
 
 void rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor weight, float eps);
 // dx_beta = 1 adds to dx instead of overwriting it.
-void rms_norm_backward(Stream& s, Tensor dx, Tensor dweight, Tensor dy, Tensor x, Tensor weight, Tensor rstd, float dx_beta = 0.f);
+void rms_norm_backward(Stream& s, Tensor dx, Tensor dweight, Tensor dy, Tensor x, Tensor weight, Tensor rstd,
+                       float dx_beta = 0.f);
 
 // x, y, gate, dy, dx, dgate are matrices [N, H*K] (any ld) seen as N*H rows of K = weight.cols(); rstd [N, H].
 void gated_rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor gate, Tensor weight, float eps);
-void gated_rms_norm_backward(Stream& s, Tensor dx, Tensor dgate, Tensor dweight, Tensor dy, Tensor x, Tensor gate, Tensor weight,
-                             Tensor rstd);
+void gated_rms_norm_backward(Stream& s, Tensor dx, Tensor dgate, Tensor dweight, Tensor dy, Tensor x, Tensor gate,
+                             Tensor weight, Tensor rstd);
 
 // y = x (sum x^2 + eps)^(-1/2) per row; dx = rho (dy - y <y, dy>) with y recomputed in fp32 from x.  Overwrites.
 void l2_norm_forward(Stream& s, Tensor y, Tensor x, float eps);

@@ -2,15 +2,16 @@
 // appendices C, D; kernels/router/README.md has the derivation.
 //
 // quantile (K3).  For each token i and expert j the bias that would just put j at the token's cutoff is
-//   r_ij = alpha_i - s_ij.   The next bias of j is the (k/E)-quantile of r_.j over the global batch, minus its mean over j.
-//   Estimated from integer counts: `bins` uniform bins over [min b - 1, max b + 1], b the bias of this step:
-//   bin(r) = floor((r - lo) * per_unit) clamped to [0, bins-1], lo = min b - 1, per_unit = bins / (max b - min b + 2), in fp32,
-//   so that counts of any sharding add up to the same integers.  Solve: n = sum_j H, q = n k / E (fp64),
-//   beta = first bin with cumulative >= ceil(q), b_hat = lo + (beta + clip((q - before)/here, 0, 1)) / per_unit; no counts: kept.
-//   b' = b + gain (b_hat - b), then minus the mean.
+//   r_ij = alpha_i - s_ij.   The next bias of j is the (k/E)-quantile of r_.j over the global batch, minus its mean
+//   over j. Estimated from integer counts: `bins` uniform bins over [min b - 1, max b + 1], b the bias of this step:
+//   bin(r) = floor((r - lo) * per_unit) clamped to [0, bins-1], lo = min b - 1, per_unit = bins / (max b - min b + 2),
+//   in fp32, so that counts of any sharding add up to the same integers.  Solve: n = sum_j H, q = n k / E (fp64), beta
+//   = first bin with cumulative >= ceil(q), b_hat = lo + (beta + clip((q - before)/here, 0, 1)) / per_unit; no counts:
+//   kept. b' = b + gain (b_hat - b), then minus the mean.
 // exact.       The (q+1)-th largest s_ij - alpha_i by sorting: -b_hat.  q = floor(n k / E).
 // micro_mean.  `exact` per micro-batch, averaged over micro-batches with equal weight.
-// quantile_dynamic.  No fixed k: expert j fires where s_ij + b_j > 0.  -b_hat_j = the (q+1)-th largest s_.j (histogram on [0,1] or
+// quantile_dynamic.  No fixed k: expert j fires where s_ij + b_j > 0.  -b_hat_j = the (q+1)-th largest s_.j (histogram
+// on [0,1] or
 //   exact);  b' = ema b + (1 - ema) b_hat, no centring.
 // sign.        b_j += rate * sign(mean load - load_j), then minus the mean.
 #pragma once
@@ -19,8 +20,8 @@
 
 namespace kestrel {
 
-// Counts of one micro-batch are added to hist [E,bins] I32.  logits [N,E] F32 (the scores are recomputed), cutoff [N] F32,
-// bias [E] F32, valid [N] U8 or empty.
+// Counts of one micro-batch are added to hist [E,bins] I32.  logits [N,E] F32 (the scores are recomputed), cutoff [N]
+// F32, bias [E] F32, valid [N] U8 or empty.
 void quantile_histogram(Stream& s, Tensor hist, Tensor logits, Tensor cutoff, Tensor bias, Tensor valid = {});
 // bias [E] in place.
 void quantile_solve(Stream& s, Tensor bias, Tensor hist, int64_t k, float gain);

@@ -4,16 +4,17 @@
 //   y = u sigmoid(u)
 //
 // Taps before the start of the row read `history` (if given) or zero; taps before document_start[b,t] read zero.
-// Shapes: x, y [B*T, C] (any ld), w [C, W] F32, history [B*(W-1), C] (the W-1 inputs before the row, for decoding; forward
-// only), document_start [B,T] I32 or empty.  W <= 8.
-// Backward overwrites dx and adds to dw (F32); u is recomputed, nothing is saved.
+// Shapes: x, y [B*T, C] (any ld), w [C, W] F32, history [B*(W-1), C] (the W-1 inputs before the row, for decoding;
+// forward only), document_start [B,T] I32 or empty.  W <= 8. Backward overwrites dx and adds to dw (F32); u is
+// recomputed, nothing is saved.
 #pragma once
 
 #include "kernels/core/stream.h"
 
 namespace kestrel {
 
-void short_conv_forward(Stream& s, int64_t B, int64_t T, Tensor y, Tensor x, Tensor weight, Tensor document_start, Tensor history = {});
+void short_conv_forward(Stream& s, int64_t B, int64_t T, Tensor y, Tensor x, Tensor weight, Tensor document_start,
+                        Tensor history = {});
 void short_conv_backward(Stream& s, int64_t B, int64_t T, Tensor dx, Tensor dweight, Tensor dy, Tensor x, Tensor weight,
                          Tensor document_start);
 

@@ -1,7 +1,8 @@
 // Reading and writing safetensors files: u64 length | JSON header | data (little endian, C order).
 //
-// The reader maps the file and hands out views; it checks the whole header before anything is used (lengths, offsets without
-// holes or overlap, shapes that fit their bytes) and throws DataError naming the file, the tensor and the way out.
+// The reader maps the file and hands out views; it checks the whole header before anything is used (lengths, offsets
+// without holes or overlap, shapes that fit their bytes) and throws DataError naming the file, the tensor and the way
+// out.
 #pragma once
 
 #include <map>
@@ -45,12 +46,12 @@ class SafetensorsFile {
 
 struct NamedTensor {
   std::string name;
-  Tensor tensor;                // host memory, contiguous
+  Tensor tensor;                 // host memory, contiguous
   std::vector<int64_t> shape{};  // shape to record, when it is not the tensor's own
 };
 
-// Writes the whole file (name is overwritten), synced to disk.  Throws DataError with the system's reason; a short write or
-// a full disk is an error, and the partial file is removed.
+// Writes the whole file (name is overwritten), synced to disk.  Throws DataError with the system's reason; a short
+// write or a full disk is an error, and the partial file is removed.
 void write_safetensors(const std::string& path, const std::vector<NamedTensor>& tensors,
                        const std::map<std::string, std::string>& metadata = {});
 

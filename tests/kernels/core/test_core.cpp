@@ -7,8 +7,8 @@ using namespace kestrel::test;
 
 TEST(Bf16, RoundsToNearestEvenAndKeepsNan) {
   EXPECT_EQ(bf16(1.0f).bits, 0x3f80);
-  EXPECT_EQ(bf16(1.00390625f).bits, 0x3f80);        // halfway, even below
-  EXPECT_EQ(bf16(1.01171875f).bits, 0x3f82);        // halfway, even above
+  EXPECT_EQ(bf16(1.00390625f).bits, 0x3f80);  // halfway, even below
+  EXPECT_EQ(bf16(1.01171875f).bits, 0x3f82);  // halfway, even above
   EXPECT_TRUE(std::isnan(static_cast<float>(bf16(std::nanf("")))));
   EXPECT_TRUE(std::isinf(static_cast<float>(bf16(3.4e38f))));  // above the largest bf16: rounds to infinity
 }
