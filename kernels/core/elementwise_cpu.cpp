@@ -48,19 +48,33 @@ void copy_cast(Stream& s, Tensor out, Tensor in) {
   });
 }
 
-void add_into(Stream& s, Tensor out, Tensor in, float scale) {
-  KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols() && out.dtype == DType::f32 && in.dtype == DType::f32,
-                "add ", in.describe(), " into ", out.describe());
-  if (s.planning()) return;
-  require_cpu(s);
+namespace {
+
+template <class T>
+void add_rows(const Tensor& out, const Tensor& in, T scale) {
   const int64_t n = in.cols();
   parallel_pieces(in.rows(), kRowGrain, [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; ++r) {
-      float* o = reinterpret_cast<float*>(row_of(out, r));
-      const float* i = reinterpret_cast<const float*>(row_of(in, r));
+      T* o = reinterpret_cast<T*>(row_of(out, r));
+      const T* i = reinterpret_cast<const T*>(row_of(in, r));
       for (int64_t c = 0; c < n; ++c) o[c] += scale * i[c];
     }
   });
+}
+
+}  // namespace
+
+void add_into(Stream& s, Tensor out, Tensor in, float scale) {
+  KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols() && out.dtype == in.dtype, "add ", in.describe(), " into ", out.describe());
+  if (s.planning()) return;
+  require_cpu(s);
+  if (in.dtype == DType::i32) {
+    KESTREL_CHECK(scale == 1.f, "integer counts are added unscaled");
+    add_rows<int32_t>(out, in, 1);
+  } else {
+    KESTREL_CHECK(in.dtype == DType::f32, "add of ", in.describe());
+    add_rows<float>(out, in, scale);
+  }
 }
 
 void document_starts(Stream& s, Tensor document_start, Tensor segment) {

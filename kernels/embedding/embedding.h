@@ -1,8 +1,9 @@
 // Token embedding:  y[n,:] = table[ids[n],:];  backward  dtable[ids[n],:] += dy[n,:]  (adds, in token order:
 // repeatable).
 //
-// ids [N] I32 in [0, V) - an id outside is a ContractError on the CPU (data readers have checked it before);
-// table [V,D] in the activation dtype, y [N,D]; dtable F32; dy F32 or the activation dtype.
+// ids: N contiguous I32 of any rank, in [0, V) - an id outside is a ContractError on the CPU (data readers have checked
+// it before); table [V,D] in the activation dtype, y [N,D]; dtable [V,D] F32; dy F32 or the activation dtype.  Any ld.
+// N = 0 is allowed.
 #pragma once
 
 #include "kernels/core/stream.h"

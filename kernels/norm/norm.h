@@ -7,6 +7,8 @@
 // dtypes: x, y, g in the activation dtype; statistics in fp32.
 // Backward overwrites dx and dgate, and adds to dw.  With u = w dy:  dx = r u - x r^3 mean(u x);  dw += sum_rows dy x
 // r.
+// In place: y may be x; dx may be dy (not with dx_beta = 1, and for the gated form not x or gate); dgate may be gate.
+// N = 0 is allowed; D, K >= 1.  A shape or dtype that does not fit is a ContractError.
 #pragma once
 
 #include "kernels/core/stream.h"
@@ -14,7 +16,7 @@
 namespace kestrel {
 
 void rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor weight, float eps);
-// dx_beta = 1 adds to dx instead of overwriting it.
+// dx_beta = 1 adds to dx instead of overwriting it (0 and 1 are the only values).
 void rms_norm_backward(Stream& s, Tensor dx, Tensor dweight, Tensor dy, Tensor x, Tensor weight, Tensor rstd,
                        float dx_beta = 0.f);
 

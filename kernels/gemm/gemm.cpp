@@ -1,0 +1,64 @@
+#include "kernels/gemm/gemm.h"
+
+#include "kernels/core/parallel.h"
+
+namespace kestrel {
+namespace {
+
+// From this size one product keeps all threads busy; smaller ones of a batch are shared out whole.
+constexpr int64_t kWorthAllThreads = int64_t{1} << 21;
+
+struct Sizes {
+  int64_t M, N, K;
+};
+
+Sizes check(const Stream& s, const Tensor& c, const Tensor& a, Trans ta, const Tensor& b, Trans tb) {
+  KESTREL_CHECK(c.dtype == DType::f32 && a.dtype == DType::f32 && b.dtype == DType::f32,
+                "the CPU product takes F32 only: ", c.describe(), " = ", a.describe(), " x ", b.describe());
+  KESTREL_CHECK(
+      s.device() == Device::cpu && c.device == Device::cpu && a.device == Device::cpu && b.device == Device::cpu, "no ",
+      name_of(s.device()), " product in this build: ", c.describe(), " = ", a.describe(), " x ", b.describe());
+  const int64_t M = ta == Trans::no ? a.rows() : a.cols(), K = ta == Trans::no ? a.cols() : a.rows();
+  const int64_t N = tb == Trans::no ? b.cols() : b.rows(), Kb = tb == Trans::no ? b.rows() : b.cols();
+  KESTREL_CHECK(K == Kb && c.rows() == M && c.cols() == N, c.describe(), " = ", a.describe(),
+                ta == Trans::yes ? "^T" : "", " x ", b.describe(), tb == Trans::yes ? "^T" : "");
+  return {M, N, K};
+}
+
+}  // namespace
+
+void gemm(Stream& s, Tensor c, Tensor a, Trans ta, Tensor b, Trans tb, float alpha, float beta) {
+  const Sizes n = check(s, c, a, ta, b, tb);
+  if (s.planning()) return;
+  cpu::sgemm(ta, tb, n.M, n.N, n.K, alpha, a.f32(), a.ld, b.f32(), b.ld, beta, c.f32(), c.ld);
+}
+
+void gemm_batched(Stream& s, Tensor c, Tensor a, Trans ta, Tensor b, Trans tb, float alpha, float beta) {
+  KESTREL_CHECK(c.rank == 3 && a.rank == 3 && b.rank == 3 && a.dim(0) == c.dim(0) && b.dim(0) == c.dim(0),
+                "batched product of ", c.describe(), " = ", a.describe(), " x ", b.describe());
+  KESTREL_CHECK(c.contiguous() && a.contiguous() && b.contiguous(), "batched product of views with gaps");
+  const int64_t n = c.dim(0);
+  if (n == 0) return;
+  const Sizes one = check(s, c[0], a[0], ta, b[0], tb);
+  if (s.planning()) return;
+  const auto product = [&](int64_t i, auto&& sgemm) {
+    sgemm(ta, tb, one.M, one.N, one.K, alpha, a.f32() + i * a.dim(1) * a.dim(2), a.dim(2),
+          b.f32() + i * b.dim(1) * b.dim(2), b.dim(2), beta, c.f32() + i * one.M * one.N, one.N);
+  };
+  if (one.M * one.N * one.K >= kWorthAllThreads) {
+    for (int64_t i = 0; i < n; ++i) product(i, cpu::sgemm);
+  } else {
+    parallel_for(n, [&](int64_t i) { product(i, cpu::sgemm_serial); });
+  }
+}
+
+void linear_forward(Stream& s, Tensor y, Tensor x, Tensor w) {
+  gemm(s, y.matrix(), x.matrix(), Trans::no, w.matrix(), Trans::yes);
+}
+
+void linear_backward(Stream& s, Tensor dx, Tensor dw, Tensor dy, Tensor x, Tensor w, float dx_beta) {
+  if (dx) gemm(s, dx.matrix(), dy.matrix(), Trans::no, w.matrix(), Trans::no, 1.f, dx_beta);
+  if (dw) gemm(s, dw.matrix(), dy.matrix(), Trans::yes, x.matrix(), Trans::no, 1.f, 1.f);
+}
+
+}  // namespace kestrel

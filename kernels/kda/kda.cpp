@@ -1,0 +1,80 @@
+#include "kernels/kda/kda.h"
+
+#include "kernels/kda/kda_cpu.h"
+
+namespace kestrel {
+namespace {
+
+void require_cpu(const Stream& s) {
+  KESTREL_CHECK(s.device() == Device::cpu, "no ", name_of(s.device()), " back end for KDA in this build");
+}
+
+void check_vector(const char* name, const Tensor& t, int64_t n) {
+  KESTREL_CHECK(t.dtype == DType::f32 && t.numel() == n && t.contiguous(), name, " is ", t.describe(),
+                ", expected F32[", n, "]");
+}
+
+}  // namespace
+
+void check_kda_state(const char* name, const KdaDims& d, const Tensor& t) {
+  if (t) check_vector(name, t, d.B * d.H * d.K * d.V);
+}
+
+void check_kda_inputs(const KdaDims& d, const KdaInputs& in) {
+  KESTREL_CHECK(d.B >= 1 && d.T >= 1 && d.H >= 1 && d.K >= 1 && d.V >= 1, "KDA over B=", d.B, " T=", d.T, " H=", d.H,
+                " K=", d.K, " V=", d.V);
+  const int64_t rows = d.B * d.T;
+  check_matrix("q", in.q, DType::f32, rows, d.H * d.K);
+  check_matrix("k", in.k, DType::f32, rows, d.H * d.K);
+  check_matrix("v", in.v, DType::f32, rows, d.H * d.V);
+  check_matrix("gate", in.gate, DType::f32, rows, d.H * d.K);
+  check_matrix("beta", in.beta, DType::f32, rows, d.H);
+  check_vector("A_log", in.A_log, d.H);
+  check_vector("dt_bias", in.dt_bias, d.H * d.K);
+  check_kda_state("initial_state", d, in.initial_state);
+  KESTREL_CHECK(!in.lower_bound || (*in.lower_bound >= -5.9f && *in.lower_bound < 0.f), "lower_bound ", *in.lower_bound,
+                " is outside [-5.9, 0)");
+  KESTREL_CHECK(!in.document_start || (in.document_start.dtype == DType::i32 && in.document_start.numel() == rows &&
+                                       in.document_start.contiguous()),
+                "document_start is ", in.document_start.describe(), ", expected I32[", d.B, ",", d.T, "]");
+}
+
+void check_kda_grads(const KdaDims& d, const Tensor& d_o, const Tensor& d_final_state, const KdaGrads& g) {
+  const int64_t rows = d.B * d.T;
+  check_matrix("d_o", d_o, DType::f32, rows, d.H * d.V);
+  check_kda_state("d_final_state", d, d_final_state);
+  check_matrix("dq", g.dq, DType::f32, rows, d.H * d.K);
+  check_matrix("dk", g.dk, DType::f32, rows, d.H * d.K);
+  check_matrix("dv", g.dv, DType::f32, rows, d.H * d.V);
+  check_matrix("dgate", g.dgate, DType::f32, rows, d.H * d.K);
+  check_matrix("dbeta", g.dbeta, DType::f32, rows, d.H);
+  check_vector("dA_log", g.dA_log, d.H);
+  check_vector("ddt_bias", g.ddt_bias, d.H * d.K);
+  check_kda_state("d_initial_state", d, g.d_initial_state);
+}
+
+void kda_forward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state, Tensor saved) {
+  check_kda_inputs(d, in);
+  check_matrix("o", o, DType::f32, d.B * d.T, d.H * d.V);
+  check_kda_state("final_state", d, final_state);
+  if (saved) check_vector("saved", saved, kda_saved_elements(d));
+  require_cpu(s);
+  ScratchScope scope(s);
+  Tensor scratch = s.temp({cpu::kda_forward_scratch(d)});
+  if (s.planning()) return;
+  cpu::kda_forward(d, in, o, final_state, saved, scratch.f32());
+}
+
+void kda_backward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor saved, Tensor d_o, Tensor d_final_state,
+                  const KdaGrads& grads) {
+  check_kda_inputs(d, in);
+  check_kda_grads(d, d_o, d_final_state, grads);
+  if (kda_saved_elements(d) > 0 || saved) check_vector("saved", saved, kda_saved_elements(d));
+  require_cpu(s);
+  ScratchScope scope(s);
+  Tensor scratch = s.temp({cpu::kda_backward_scratch(d)});
+  if (s.planning()) return;
+  cpu::kda_backward(d, in, saved, d_o, d_final_state, grads, scratch.f32());
+}
+
+}  // namespace kestrel

@@ -1,0 +1,114 @@
+#include "src/data/shard.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/core/error.h"
+#include "kernels/core/parallel.h"
+#include "src/checkpoint/hash.h"
+#include "src/checkpoint/safetensors.h"
+#include "src/data/hash.h"
+
+namespace kestrel {
+namespace {
+
+// tokens[first + i] of type S, from memory that may be unaligned, as I32.
+template <class S>
+void read_as(const void* tokens, int64_t first, int64_t count, int32_t* out) {
+  const char* p = static_cast<const char*>(tokens) + first * static_cast<int64_t>(sizeof(S));
+  for (int64_t i = 0; i < count; ++i) {
+    S v;
+    std::memcpy(&v, p + i * static_cast<int64_t>(sizeof(S)), sizeof(S));
+    out[i] = static_cast<int32_t>(v);
+  }
+}
+
+struct Piece {
+  uint32_t max = 0;
+  int64_t position = 0;
+  uint64_t hash = 0;
+};
+
+Piece scan_block(const int32_t* tokens, int64_t first, int64_t count) {
+  Piece p;
+  for (int64_t i = 0; i < count; ++i) p.max = std::max(p.max, static_cast<uint32_t>(tokens[i]));
+  for (int64_t i = 0; i < count; ++i) {
+    if (static_cast<uint32_t>(tokens[i]) == p.max) {
+      p.position = first + i;
+      break;
+    }
+  }
+  p.hash = hash_bytes(tokens, static_cast<size_t>(count) * sizeof(int32_t));
+  return p;
+}
+
+}  // namespace
+
+std::string_view name_of(ShardFormat format) {
+  switch (format) {
+    case ShardFormat::kestrel:
+      return "kestrel";
+    case ShardFormat::llm_c:
+      return "llm.c";
+    case ShardFormat::megatron:
+      return "megatron";
+  }
+  return "?";
+}
+
+void Shard::read(int64_t first, int64_t count, int32_t* out) const {
+  KESTREL_CHECK(first >= 0 && count >= 0 && first + count <= size_, "tokens ", first, "+", count, " of ", size_);
+  if (dtype_ == DType::u16) {
+    read_as<uint16_t>(tokens_, first, count, out);
+  } else {
+    std::memcpy(out, static_cast<const char*>(tokens_) + first * 4, static_cast<size_t>(count) * 4);
+  }
+}
+
+Shard::Scan Shard::scan() const {
+  constexpr int64_t kBlock = 1 << 14;
+  std::vector<Piece> pieces(static_cast<size_t>((size_ + kBlock - 1) / kBlock));
+  parallel_pieces(size_, kBlock, [&](int64_t begin, int64_t end) {
+    int32_t block[kBlock];
+    read(begin, end - begin, block);
+    pieces[static_cast<size_t>(begin / kBlock)] = scan_block(block, begin, end - begin);
+  });
+  Scan result{-1, 0, 0};
+  Xxh64 hash;
+  for (const Piece& p : pieces) {
+    if (static_cast<int64_t>(p.max) > result.max_id) result.max_id = p.max, result.max_position = p.position;
+    hash.update(&p.hash, sizeof p.hash);
+  }
+  result.hash = hash.digest();
+  return result;
+}
+
+void write_shard(const std::string& path, const ShardContents& c) {
+  const auto n = static_cast<int64_t>(c.tokens.size());
+  KESTREL_CHECK(n > 0 && c.vocab_size > 0, n, " tokens, vocabulary ", c.vocab_size);
+  KESTREL_CHECK(c.token_bytes.empty() || static_cast<int64_t>(c.token_bytes.size()) == c.vocab_size, "token_bytes has ",
+                c.token_bytes.size(), " entries, vocabulary ", c.vocab_size);
+  std::vector<uint16_t> narrow;
+  std::vector<NamedTensor> tensors;
+  if (c.vocab_size <= 65536) {
+    narrow.assign(c.tokens.begin(), c.tokens.end());
+    tensors.push_back({"tokens", Tensor::of(narrow.data(), {n})});
+  } else {
+    tensors.push_back({"tokens", Tensor(const_cast<int32_t*>(c.tokens.data()), {n}, DType::u32)});
+  }
+  // 8-byte elements first: the data area starts aligned.
+  if (!c.document_starts.empty()) {
+    const auto docs = static_cast<int64_t>(c.document_starts.size());
+    tensors.insert(tensors.begin(), {"document_starts", Tensor::of(c.document_starts.data(), {docs})});
+  }
+  if (!c.token_bytes.empty()) {
+    tensors.insert(tensors.end() - 1, {"token_bytes", Tensor::of(c.token_bytes.data(), {c.vocab_size})});
+  }
+  std::map<std::string, std::string> metadata = {{"vocab_size", std::to_string(c.vocab_size)}};
+  if (!c.tokenizer.empty()) metadata["tokenizer"] = c.tokenizer;
+  if (c.eos_id >= 0) metadata["eos_id"] = std::to_string(c.eos_id);
+  if (c.text_bytes >= 0) metadata["bytes"] = std::to_string(c.text_bytes);
+  write_safetensors(path, tensors, metadata);
+}
+
+}  // namespace kestrel

@@ -1,0 +1,28 @@
+// A trained model from disk, for everything that does not train.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "src/data/tokenizer.h"
+#include "src/model/model.h"
+
+namespace kestrel {
+
+struct InferenceModel {
+  std::string source;  // what was opened, for messages
+  int64_t step = -1;   // of a checkpoint
+  ModelConfig config;
+  std::optional<RunConfig> run;  // of a run directory or checkpoint
+  std::unique_ptr<Model> model;
+  std::optional<Tokenizer> tokenizer;
+
+  const Tokenizer& need_tokenizer() const;  // ConfigError without one
+};
+
+// `path`: a run directory (its newest good checkpoint), one checkpoint folder, or a directory with config.json (a model
+// section) and model.safetensors.  `tokenizer` overrides the tokenizer found there.  DataError when nothing fits.
+InferenceModel load_model(const std::string& path, const std::optional<std::string>& tokenizer = {});
+
+}  // namespace kestrel

@@ -1,0 +1,158 @@
+#include "src/model/parameters.h"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "kernels/core/parallel.h"
+#include "src/model/random.h"
+
+namespace kestrel {
+namespace {
+
+constexpr int64_t kBlockAlignment = 64;  // elements: 256 bytes in fp32, 128 in bf16
+
+// Mamba-2's start: a step size dt log-uniform in [1e-3, 1e-1], stored through the inverse of softplus.
+double dt_bias_start(double u) {
+  const double dt = std::max(std::exp(std::log(1e-3) + u * (std::log(1e-1) - std::log(1e-3))), 1e-4);
+  return dt + std::log(-std::expm1(-dt));
+}
+
+void fill(const NamedParameter& p, uint64_t seed) {
+  const Tensor t = p.rows_of(p.member->block->master);
+  const Init init = p.member->init;
+  const CounterRandom random(seed, p.name);
+  float* out = t.f32();
+  parallel_pieces(t.numel(), 4096, [&](int64_t a, int64_t b) {
+    for (int64_t i = a; i < b; ++i) {
+      const auto index = static_cast<uint64_t>(i);
+      switch (init.kind) {
+        case Init::Kind::zeros:
+          out[i] = 0.f;
+          break;
+        case Init::Kind::ones:
+          out[i] = 1.f;
+          break;
+        case Init::Kind::constant:
+          out[i] = static_cast<float>(init.scale);
+          break;
+        case Init::Kind::normal:
+          out[i] = static_cast<float>(init.scale * random.normal(index));
+          break;
+        case Init::Kind::uniform:
+          out[i] = static_cast<float>(init.scale * (2.0 * random.uniform(index) - 1.0));
+          break;
+        case Init::Kind::dt_bias:
+          out[i] = static_cast<float>(dt_bias_start(random.uniform(index)));
+          break;
+      }
+    }
+  });
+}
+
+}  // namespace
+
+std::string Member::name_of(int64_t i) const {
+  const size_t at = name.find("{}");
+  return at == std::string::npos ? name : name.substr(0, at) + std::to_string(i) + name.substr(at + 2);
+}
+
+Member matrix_member(std::string name, int64_t rows, int64_t cols, Init init, Rule rule,
+                     std::vector<int64_t> muon_blocks) {
+  Member m;
+  m.name = std::move(name);
+  m.rows = rows;
+  m.shape = {rows, cols};
+  m.init = init;
+  m.rule = rule;
+  m.muon_blocks = muon_blocks.empty() ? std::vector<int64_t>{rows} : std::move(muon_blocks);
+  return m;
+}
+
+Member vector_member(std::string name, int64_t n, Init init, Rule rule) {
+  Member m = matrix_member(std::move(name), 1, n, init, rule);
+  m.shape = {n};
+  return m;
+}
+
+Block* ParameterStore::declare(int64_t cols, std::vector<Member> members, bool keep_f32, bool trained) {
+  KESTREL_CHECK(!allocated(), "parameters are declared before they are allocated");
+  Block& b = blocks_.emplace_back();
+  b.cols = cols;
+  b.keep_f32 = keep_f32;
+  b.trained = trained;
+  b.members = std::move(members);
+  for (Member& m : b.members) {
+    m.block = &b;
+    if (m.row_stride == 0) {  // follows the member before it
+      m.row = b.rows;
+      m.row_stride = m.rows;
+      b.rows += m.rows * m.count;
+    } else {  // a family interleaved with others: `row` is set by the caller
+      b.rows = std::max(b.rows, m.row + m.row_stride * (m.count - 1) + m.rows);
+    }
+  }
+  b.offset = elements_;
+  elements_ += (b.numel() + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
+  return &b;
+}
+
+void ParameterStore::allocate(Device device, DType working, bool gradients) {
+  KESTREL_CHECK(!allocated(), "parameters are allocated once");
+  working_ = working;
+  const bool split = working != DType::f32;
+  const int64_t bytes = elements_ * (4 + (gradients ? 4 : 0) + (split ? size_of(working) : 0)) + 3 * 256;
+  memory_ = std::make_unique<Arena>(device, bytes);
+  const Tensor master = memory_->keep({elements_}, DType::f32, "master weights");
+  if (gradients) gradients_ = memory_->keep({elements_}, DType::f32, "gradients");
+  Tensor work = split ? memory_->keep({elements_}, working, "weights") : master;
+  place(master, work, gradients_);
+}
+
+void ParameterStore::plan(Device device, DType working) {
+  working_ = working;
+  Arena planner = Arena::planner(device);
+  const Tensor master = planner.keep({elements_}, DType::f32, "master weights");
+  place(master, working == DType::f32 ? master : planner.keep({elements_}, working, "weights"),
+        planner.keep({elements_}, DType::f32, "gradients"));
+}
+
+void ParameterStore::place(Tensor master, Tensor work, Tensor gradients) {
+  for (Block& b : blocks_) {
+    const auto cut = [&](const Tensor& flat) { return flat.slice(b.offset, b.numel()).view({b.rows, b.cols}); };
+    b.master = cut(master);
+    b.w = b.keep_f32 ? b.master : cut(work);
+    if (gradients && b.trained) b.g = cut(gradients);
+  }
+}
+
+void ParameterStore::initialize(uint64_t seed) {
+  for_each([&](const NamedParameter& p) { fill(p, seed); });
+}
+
+void ParameterStore::zero_gradients() {
+  std::fill_n(gradients_.f32(), gradients_.numel(), 0.f);
+}
+
+void ParameterStore::for_each(const std::function<void(const NamedParameter&)>& fn) const {
+  for (const Block& b : blocks_) {
+    // Families of one block are walked side by side: experts.0.w1, experts.0.w3, experts.1.w1, ...
+    int64_t most = 1;
+    for (const Member& m : b.members) most = std::max(most, m.count);
+    for (int64_t i = 0; i < most; ++i) {
+      for (const Member& m : b.members) {
+        if (i < m.count) fn({m.name_of(i), m.shape, &m, m.row + i * m.row_stride});
+      }
+    }
+  }
+}
+
+int64_t ParameterStore::trained_parameters() const {
+  int64_t n = 0;
+  for (const Block& b : blocks_) {
+    if (b.trained) n += b.numel();
+  }
+  return n;
+}
+
+}  // namespace kestrel

@@ -1,0 +1,161 @@
+#include "src/train/plan.h"
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "src/model/evaluation.h"
+#include "src/model/model.h"
+#include "src/train/optimizer.h"
+
+namespace kestrel {
+namespace {
+
+constexpr int64_t kChunk = 64;
+
+struct Counts {
+  int64_t total = 0, embedding = 0, active = 0, routed = 0, active_matrices = 0;
+};
+
+Counts count(const ModelConfig& c, const Model& model) {
+  Counts n;
+  for (const Block& b : model.parameters().blocks()) {
+    if (!b.trained) continue;
+    for (const Member& m : b.members) {
+      const int64_t elements = m.rows * m.count * b.cols;
+      n.total += elements;
+      const bool look_up = m.name == "model.embed_tokens.weight";
+      if (look_up) n.embedding += elements;
+      if (m.count > 1) {
+        n.routed += elements;
+        n.active += m.rows * b.cols * c.num_experts_per_token;
+        n.active_matrices += m.rows * b.cols * c.num_experts_per_token;
+      } else if (!look_up || c.tie_word_embeddings) {
+        n.active += elements;
+        if (m.rows > 1 && !b.keep_f32) n.active_matrices += elements;
+      }
+    }
+  }
+  return n;
+}
+
+std::string human(double x) {
+  const char* units[] = {"", " K", " M", " G", " T", " P"};
+  int u = 0;
+  while (x >= 1000 && u < 5) x /= 1000, ++u;
+  char out[32];
+  std::snprintf(out, sizeof out, "%.*f%s", u ? 2 : 0, x, units[u]);
+  return out;
+}
+
+std::string parameters(int64_t n) {  // the field's B for 1e9
+  char out[32];
+  const double x = static_cast<double>(n);
+  if (x >= 1e12) {
+    std::snprintf(out, sizeof out, "%.2f T", x / 1e12);
+  } else if (x >= 1e9) {
+    std::snprintf(out, sizeof out, x >= 1e11 ? "%.1f B" : "%.3f B", x / 1e9);
+  } else {
+    std::snprintf(out, sizeof out, "%.2f M", x / 1e6);
+  }
+  return out;
+}
+
+double attention_flops(const ModelConfig& c, int64_t T) {
+  // QK^T and PV over T/2 keys on average; backward does both twice more.
+  const double forward = 2.0 * static_cast<double>(c.qk_head_dim() + c.v_head_dim) * static_cast<double>(T) / 2.0;
+  return 3.0 * forward * static_cast<double>(c.num_attention_heads * c.num_full_attention_layers());
+}
+
+double kda_flops(const ModelConfig& c) {
+  const double K = static_cast<double>(c.linear_attn.head_dim), V = K;
+  const double forward = 6 * K * V + 4 * kChunk * K + 4 * kChunk * V;  // kernels/kda/README.md
+  return 3.0 * forward * static_cast<double>(c.linear_attn.num_heads * c.num_kda_layers());
+}
+
+int64_t activation_bytes(const RunConfig& c, Model& model, std::map<std::string, int64_t>& bytes) {
+  const int64_t B = c.train.micro_batch_size, T = c.data.sequence_length;
+  Arena planner = Arena::planner(Device::cpu);
+  Arena state = Arena::planner(Device::cpu);
+  model.parameters().plan(Device::cpu, DType::f32);
+  model.allocate_state(state, c.optimizer.qk_clip.has_value());
+  Stream s(planner);
+  int32_t id = 0;
+  MicroBatch batch{Tensor::of(&id, {B, T}), Tensor::of(&id, {B, T}), Tensor::of(&id, {B, T})};
+  float loss = 0;
+  Model::PassOptions options;
+  options.recompute = c.train.recompute;
+  model.begin_step(s);
+  model.train(s, batch, Tensor::of(&loss, {B * T}), 1.f, options);
+  for (const auto& [purpose, n] : planner.by_purpose()) {
+    if (n > 0) bytes[purpose == "scratch" ? "scratch" : "activations: " + purpose] = n;
+  }
+  bytes["balance statistics"] = state.peak();
+  return planner.peak();
+}
+
+}  // namespace
+
+double flops_per_token(const ModelConfig& c, int64_t T) {
+  const Model model(c);
+  return 6.0 * static_cast<double>(count(c, model).active_matrices) + attention_flops(c, T) + kda_flops(c);
+}
+
+int64_t Plan::total_bytes() const {
+  int64_t n = 0;
+  for (const auto& [purpose, b] : bytes) n += b;
+  return n;
+}
+
+Plan plan_run(const RunConfig& c) {
+  Model model(c.model);
+  Plan p;
+  const Counts n = count(c.model, model);
+  p.total = n.total;
+  p.embedding = n.embedding;
+  p.active = n.active;
+  p.routed = n.routed;
+  p.flops_matrices = 6.0 * static_cast<double>(n.active_matrices);
+  p.flops_attention = attention_flops(c.model, c.data.sequence_length);
+  p.flops_kda = kda_flops(c.model);
+  p.tokens_per_step = c.tokens_per_step();
+  const int64_t elements = model.parameters().elements();
+  p.bytes["weights (fp32 masters)"] = 4 * elements;
+  p.bytes["gradients (fp32)"] = 4 * elements;
+  p.bytes["optimizer state (fp32)"] = Optimizer::state_bytes(model.parameters(), c.optimizer);
+  activation_bytes(c, model, p.bytes);
+  return p;
+}
+
+std::string plan_text(const RunConfig& c, const Plan& p) {
+  std::ostringstream o;
+  o << "model        " << c.model.num_hidden_layers << " layers (" << c.model.num_kda_layers() << " KDA, " << c.model.num_full_attention_layers()
+    << " MLA; " << c.model.num_moe_layers() << " MoE, " << c.model.num_dense_layers() << " dense), width " << c.model.hidden_size << "\n"
+    << "parameters   " << parameters(p.total) << " total, " << parameters(p.active) << " active per token (embedding look-up not counted), "
+    << parameters(p.routed) << " in routed experts\n"
+    << "FLOPs/token  " << human(p.flops()) << " forward and backward at T = " << c.data.sequence_length << " (matrices " << human(p.flops_matrices)
+    << ", attention " << human(p.flops_attention) << ", KDA " << human(p.flops_kda) << ")\n"
+    << "step         " << p.tokens_per_step << " tokens, " << human(p.flops() * static_cast<double>(p.tokens_per_step)) << "FLOP\n"
+    << "memory       one rank, nothing sharded, micro-batch " << c.train.micro_batch_size << " x " << c.data.sequence_length << ", recompute "
+    << to_string(c.train.recompute) << ", CPU back end in fp32\n";
+  for (const auto& [purpose, b] : p.bytes) {
+    char line[96];
+    std::snprintf(line, sizeof line, "  %-28s %12.3f GiB\n", purpose.c_str(), static_cast<double>(b) / (1 << 30));
+    o << line;
+  }
+  char line[96];
+  std::snprintf(line, sizeof line, "  %-28s %12.3f GiB\n", "total", static_cast<double>(p.total_bytes()) / (1 << 30));
+  return o.str() + line;
+}
+
+std::string plan_json(const Plan& p) {
+  nlohmann::ordered_json j;
+  j["parameters"] = {{"total", p.total}, {"active", p.active}, {"embedding", p.embedding}, {"routed_experts", p.routed}};
+  j["flops_per_token"] = {{"total", p.flops()}, {"matrices", p.flops_matrices}, {"attention", p.flops_attention}, {"kda", p.flops_kda}};
+  j["tokens_per_step"] = p.tokens_per_step;
+  j["bytes"] = p.bytes;
+  j["total_bytes"] = p.total_bytes();
+  return j.dump(2);
+}
+
+}  // namespace kestrel

@@ -1,0 +1,34 @@
+// What a run costs, without allocating it: parameters, FLOPs, bytes by purpose.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "src/config/run_config.h"
+
+namespace kestrel {
+
+struct Plan {
+  // Parameters
+  int64_t total = 0;      // trained parameters
+  int64_t embedding = 0;  // of those, the look-up table (0 extra when tied)
+  int64_t active = 0;     // used by one token: without the look-up and without experts that are not chosen
+  int64_t routed = 0;     // in routed experts
+  // FLOPs of forward and backward per token: 6 per active matrix parameter, causal attention, KDA's products (chunk 64)
+  double flops_matrices = 0, flops_attention = 0, flops_kda = 0;
+  double flops() const { return flops_matrices + flops_attention + flops_kda; }
+  // Bytes on one rank without sharding
+  std::map<std::string, int64_t> bytes;
+  int64_t total_bytes() const;
+  int64_t tokens_per_step = 0;
+};
+
+Plan plan_run(const RunConfig& config);
+
+// FLOPs of forward and backward per token at sequence length T.
+double flops_per_token(const ModelConfig& config, int64_t T);
+
+std::string plan_text(const RunConfig& config, const Plan& plan);
+std::string plan_json(const Plan& plan);
+
+}  // namespace kestrel

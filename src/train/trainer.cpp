@@ -1,0 +1,307 @@
+#include "src/train/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstring>
+#include <numbers>
+
+#include "kernels/gemm/gemm.h"
+#include "kernels/loss/loss.h"
+#include "src/checkpoint/checkpoint.h"
+#include "src/data/tokenizer.h"
+#include "src/model/evaluation.h"
+#include "src/model/weights.h"
+#include "src/train/plan.h"
+#include "src/train/schedule.h"
+#include "src/train/stop_signal.h"
+
+namespace kestrel {
+namespace {
+
+constexpr int64_t kSkipsBeforeStop = 3;
+
+MicroBatch view(const Batch& b) {
+  const auto cut = [&](const std::vector<int32_t>& v) { return v.empty() ? Tensor{} : Tensor::of(v.data(), {b.rows, b.sequence_length}); };
+  return {cut(b.tokens), cut(b.targets), cut(b.segment)};
+}
+
+int64_t valid_targets(const Batch& b) { return std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != kIgnoreTarget; }); }
+
+double milliseconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+Trainer::Trainer(const RunConfig& config) : config_(config), total_steps_(config.total_steps()) {
+  if (config_.train.device == TrainConfig::DeviceChoice::cuda) {
+    throw DeviceError("train.device is \"cuda\", but this build has the CPU back end only. Set train.device to \"auto\" or \"cpu\".");
+  }
+  open_data();
+  build_model();
+  resume();
+}
+
+Trainer::~Trainer() = default;
+
+void Trainer::open_data() {
+  std::string fingerprint;
+  if (config_.data.tokenizer) {
+    const Tokenizer tokenizer = Tokenizer::load(*config_.data.tokenizer);
+    if (tokenizer.vocab_size() > config_.model.vocab_size) {
+      throw ConfigError(text("the tokenizer ", *config_.data.tokenizer, " has ", tokenizer.vocab_size(), " tokens, model.vocab_size is ",
+                             config_.model.vocab_size, ". Raise model.vocab_size to at least the tokenizer's."));
+    }
+    fingerprint = tokenizer.fingerprint();
+  }
+  const int64_t T = config_.data.sequence_length;
+  train_data_ = std::make_unique<TokenDataset>(config_.data.train, T, config_.model.vocab_size, fingerprint);
+  if (!config_.data.validation.empty()) {
+    validation_data_ = std::make_unique<TokenDataset>(config_.data.validation, T, config_.model.vocab_size, fingerprint);
+  }
+  if (config_.model.document_mask && !train_data_->knows_documents()) {
+    throw DataError("model.document_mask is on, but the training shards do not say where documents begin (no document_starts, no eos_id). "
+                    "Build them with kestrel data build, or turn the mask off.");
+  }
+  SamplerParams sampler;
+  sampler.global_batch_size = config_.train.global_batch_size;
+  sampler.shuffle = config_.data.shuffle;
+  sampler.seed = static_cast<uint64_t>(config_.data.seed);
+  loader_ = std::make_unique<BatchLoader>(*train_data_, sampler, config_.train.micro_batch_size,
+                                          MicroRange{0, config_.train.global_batch_size / config_.train.micro_batch_size});
+}
+
+void Trainer::build_model() {
+  const Device device = Device::cpu;
+  model_ = std::make_unique<Model>(config_.model);
+  model_->parameters().allocate(device, DType::f32, /*gradients=*/true);
+  optimizer_ = std::make_unique<Optimizer>(model_->parameters(), config_.optimizer, device);
+  pass_.recompute = config_.train.recompute;
+  pass_.batch_share = static_cast<double>(config_.train.micro_batch_size) / static_cast<double>(config_.train.global_batch_size);
+
+  const bool track = optimizer_->clips_heads();
+  state_memory_ = std::make_unique<Arena>(device, planned_bytes(device, [&](Stream& s) { model_->allocate_state(*s.arena, track); }));
+  model_->allocate_state(*state_memory_, track);
+
+  // One arena for all steps: a training pass, an evaluation and the update are run over a planner.
+  const int64_t B = config_.train.micro_batch_size, T = config_.data.sequence_length;
+  losses_.resize(static_cast<size_t>(B * T));
+  int32_t id = 0;
+  const Tensor ids = Tensor::of(&id, {B, T}), losses = Tensor::of(losses_.data(), {B * T});
+  const int64_t bytes = planned_bytes(device, [&](Stream& s) {
+    model_->train(s, {ids, ids, ids}, losses, 1.f, pass_);
+    model_->evaluate(s, {ids, ids, ids}, losses, pass_);
+    optimizer_->plan(s);
+    model_->apply_balance(s);
+  });
+  arena_ = std::make_unique<Arena>(device, bytes);
+  stream_ = std::make_unique<Stream>(*arena_);
+}
+
+void Trainer::resume() {
+  state_.model_hash = config_hash(config_.model);
+  state_.model_json = to_json(config_.model);
+  state_.config_json = to_json(config_);
+  state_.data_fingerprint = train_data_->fingerprint();
+  state_.sequence_length = config_.data.sequence_length;
+  state_.global_batch_size = config_.train.global_batch_size;
+  state_.data_seed = config_.data.seed;
+  state_.shuffle = config_.data.shuffle;
+  state_.optimizer_type = to_string(config_.optimizer.type);
+
+  using Resume = CheckpointConfig::Resume;
+  if (config_.checkpoint.resume != Resume::never) {
+    if (const auto found = find_checkpoint(config_.checkpoint.dir, &rejected_)) {
+      restore(*found);
+      return;
+    }
+    if (config_.checkpoint.resume == Resume::must) {
+      std::string why;
+      for (const std::string& r : rejected_) why += "\n  " + r;
+      throw DataError(text("checkpoint.resume is \"must\", but ", config_.checkpoint.dir, " holds no good checkpoint.", why,
+                           "\nPoint checkpoint.dir at the run to continue, or set checkpoint.resume=auto."));
+    }
+  }
+  if (config_.train.init_from) {
+    load_weights(model_->parameters(), WeightSource(*config_.train.init_from));
+  } else {
+    model_->parameters().initialize(static_cast<uint64_t>(config_.train.seed));
+  }
+}
+
+void Trainer::restore(const LoadedCheckpoint& checkpoint) {
+  const TrainState saved = TrainState::from_json(checkpoint.train_state_json, checkpoint.dir);
+  check_resumable(saved, state_, total_steps_, checkpoint.dir);
+  const auto copy = [&](const std::string& name, Tensor out) {
+    const Tensor in = checkpoint.tensor(name);
+    if (in.dtype != out.dtype || in.numel() != out.numel()) {
+      throw DataError(text(checkpoint.dir, ": tensor \"", name, "\" is ", in.describe(), ", expected ", out.describe()));
+    }
+    std::memcpy(out.data, in.data, static_cast<size_t>(out.bytes()));
+  };
+  for (const NamedTensor& t : weights_of(model_->parameters())) copy(t.name, t.tensor);
+  optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>&, Tensor t) { copy(name, t); });
+  state_.step = saved.step;
+  state_.updates = saved.updates;
+  state_.tokens = saved.tokens;
+  state_.skipped = saved.skipped;
+  state_.skipped_in_a_row = saved.skipped_in_a_row;
+  resumed_from_ = checkpoint.dir;
+  saved_step_ = saved.step;
+}
+
+void Trainer::save() {
+  if (saved_step_ == state_.step) return;
+  std::vector<NamedTensor> tensors = weights_of(model_->parameters());
+  optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>& shape, Tensor t) { tensors.push_back({name, t, shape}); });
+  CheckpointPolicy policy;
+  policy.keep = config_.checkpoint.keep;
+  policy.keep_every = config_.checkpoint.keep_every;
+  save_checkpoint(config_.checkpoint.dir, state_.step, tensors, state_.to_json(), policy);
+  saved_step_ = state_.step;
+  recorder_->checkpoint(state_.step, config_.checkpoint.dir);
+}
+
+// ---------------------------------------------------------------------------------------------------------- one step
+
+double Trainer::accumulate_gradients(std::vector<Batch>& micro_batches) {
+  int64_t valid = 0;
+  for (const Batch& b : micro_batches) valid += valid_targets(b);
+  const float scale = valid > 0 ? static_cast<float>(1.0 / static_cast<double>(valid)) : 0.f;
+  double sum = 0;
+  for (const Batch& b : micro_batches) {
+    model_->train(*stream_, view(b), Tensor::of(losses_.data(), {b.rows * b.sequence_length}), scale, pass_);
+    for (float x : losses_) sum += static_cast<double>(x);
+    state_.tokens += b.rows * b.sequence_length;
+  }
+  return valid > 0 ? sum / static_cast<double>(valid) : 0.0;
+}
+
+void Trainer::record_balance(StepResult& r) {
+  for (MoeLayer* layer : model_->moe_layers()) {
+    const Tensor load = layer->balancer().load();
+    int64_t most = 0, total = 0;
+    for (int64_t e = 0; e < load.numel(); ++e) {
+      most = std::max<int64_t>(most, load.i32()[e]);
+      total += load.i32()[e];
+    }
+    r.violation.push_back(total > 0 ? static_cast<double>(most * load.numel()) / static_cast<double>(total) - 1.0 : 0.0);
+    r.max_violation = std::max(r.max_violation, r.violation.back());
+    if (layer->balancer().auxiliary()) r.auxiliary_loss += static_cast<double>(layer->balancer().auxiliary().f32()[0]);
+  }
+}
+
+Trainer::StepResult Trainer::train_step() {
+  std::vector<Batch> micro_batches;
+  const int64_t count = config_.train.global_batch_size / config_.train.micro_batch_size;
+  for (int64_t m = 0; m < count; ++m) micro_batches.push_back(loader_->fetch(state_.step, m));
+
+  model_->begin_step(*stream_);
+  model_->parameters().zero_gradients();
+  StepResult r;
+  r.loss = accumulate_gradients(micro_batches);
+  r.lr = learning_rate(config_.schedule, state_.step, total_steps_);
+  r.grad_norm = optimizer_->gradient_norm(*stream_);
+  record_balance(r);
+  ++state_.step;
+  r.skipped = !std::isfinite(r.loss) || !std::isfinite(r.grad_norm);
+  if (r.skipped) {
+    ++state_.skipped;
+    ++state_.skipped_in_a_row;
+    return r;
+  }
+  state_.skipped_in_a_row = 0;
+  ++state_.updates;
+  optimizer_->step(*stream_, state_.updates, r.lr, optimizer_->clip_scale(r.grad_norm));
+  r.clipped_heads = optimizer_->clip_heads(*stream_, *model_);
+  model_->apply_balance(*stream_);
+  return r;
+}
+
+Trainer::EvalResult Trainer::evaluate() {
+  const int64_t B = config_.train.micro_batch_size, rows = validation_data_->rows();
+  const int64_t last = config_.eval.batches > 0 ? std::min(rows, B * config_.eval.batches) : rows;
+  const std::vector<int32_t>& token_bytes = validation_data_->token_bytes();
+  EvalResult r;
+  double sum = 0, bytes = 0;
+  Batch b;
+  for (int64_t row = 0; row < last; row += B) {
+    read_rows(*validation_data_, row, B, b);
+    if (row + B > last) std::fill(b.targets.begin() + (last - row) * b.sequence_length, b.targets.end(), kIgnoreTarget);
+    model_->evaluate(*stream_, view(b), Tensor::of(losses_.data(), {B * b.sequence_length}), pass_);
+    for (float x : losses_) sum += static_cast<double>(x);
+    r.targets += valid_targets(b);
+    for (int32_t t : b.targets) {
+      if (t != kIgnoreTarget && !token_bytes.empty()) bytes += token_bytes[static_cast<size_t>(t)];
+    }
+  }
+  r.loss = sum / static_cast<double>(std::max<int64_t>(1, r.targets));
+  if (bytes > 0) r.bits_per_byte = sum / (std::numbers::ln2 * bytes);
+  return r;
+}
+
+// ---------------------------------------------------------------------------------------------------------- the loop
+
+ExitCode Trainer::run() {
+  recorder_ = std::make_unique<Recorder>(config_, state_.step, total_steps_);
+  recorder_->start(description(), resumed_from_, rejected_);
+  StopSignal stop;
+  const bool evaluates = validation_data_ && config_.eval.every > 0;
+
+  while (state_.step < total_steps_ && !stop.received()) {
+    const auto start = std::chrono::steady_clock::now();
+    const StepResult r = train_step();
+    const int64_t step = state_.step;
+
+    StepRecord record;
+    record.step = step;
+    record.tokens = state_.tokens;
+    record.loss = r.loss;
+    record.auxiliary_loss = r.auxiliary_loss;
+    record.lr = r.lr;
+    record.grad_norm = r.grad_norm;
+    record.step_ms = milliseconds_since(start);
+    record.tokens_per_s = static_cast<double>(config_.tokens_per_step()) / record.step_ms * 1e3;
+    record.max_violation = r.max_violation;
+    record.violation = r.violation;
+    record.clipped_heads = r.clipped_heads;
+    record.skipped = r.skipped;
+    recorder_->step(record);
+
+    if (state_.skipped_in_a_row >= kSkipsBeforeStop) {
+      throw DivergedError(text("loss or gradient norm was not finite in ", kSkipsBeforeStop, " steps in a row, the last one step ", step,
+                               ". Their updates were not applied; the newest checkpoint is from before them. Lower schedule.peak_lr, "
+                               "lengthen schedule.warmup_steps, or look at the data of these steps."));
+    }
+    if (evaluates && (step % config_.eval.every == 0 || step == total_steps_)) {
+      const EvalResult e = evaluate();
+      recorder_->evaluation({step, e.loss, e.bits_per_byte, e.targets});
+    }
+    if (config_.checkpoint.every > 0 && step % config_.checkpoint.every == 0) save();
+  }
+  return finish(stop.received());
+}
+
+ExitCode Trainer::finish(int signal) {
+  save();
+  const bool complete = state_.step >= total_steps_;
+  recorder_->finish(complete, signal, state_.step);
+  return complete ? ExitCode::done : ExitCode::preempted;
+}
+
+std::string Trainer::description() const {
+  const Plan plan = plan_run(config_);
+  std::string s = plan_text(config_, plan);
+  s += text("back end     cpu, fp32; ", cpu_gemm_description(), "\n");
+  s += text("data         ", train_data_->rows(), " training rows of ", config_.data.sequence_length, " tokens (",
+            train_data_->tokens(), " tokens)");
+  if (validation_data_) s += text(", ", validation_data_->rows(), " validation rows");
+  s += text("\nrun          ", total_steps_, " steps of ", config_.train.global_batch_size, " rows in micro-batches of ",
+            config_.train.micro_batch_size, ", ",
+            static_cast<double>(total_steps_ * config_.train.global_batch_size) / static_cast<double>(train_data_->rows()), " epochs\n");
+  return s;
+}
+
+}  // namespace kestrel

@@ -1,0 +1,79 @@
+// The training loop.
+//
+// A step: the global batch in micro-batches, each forward and backward, gradients summed; global norm and clip; one optimizer
+// update; the balance biases of the next step.  A step whose loss or gradient norm is not finite is recorded and its update
+// is not applied; three of them in a row stop the run (exit code 5).
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/config/run_config.h"
+#include "src/data/loader.h"
+#include "src/model/model.h"
+#include "src/train/optimizer.h"
+#include "src/train/recorder.h"
+#include "src/train/train_state.h"
+
+namespace kestrel {
+
+class Trainer {
+ public:
+  // Opens data, builds the model, finds the checkpoint to resume.  Nothing on disk is changed.
+  explicit Trainer(const RunConfig& config);
+  ~Trainer();
+
+  // What --dry-run prints.
+  std::string description() const;
+  // Trains to the end (or to a stop signal), with evaluations and checkpoints on the way.
+  ExitCode run();
+
+  struct StepResult {
+    double loss = 0, auxiliary_loss = 0, lr = 0, grad_norm = 0;
+    double max_violation = 0;             // worst layer's max load / mean load - 1
+    std::vector<double> violation;        // per MoE layer
+    int64_t clipped_heads = 0;
+    bool skipped = false;
+  };
+  StepResult train_step();
+  struct EvalResult {
+    double loss = 0, bits_per_byte = 0;  // bits_per_byte 0: the shards carry no byte counts
+    int64_t targets = 0;
+  };
+  EvalResult evaluate();
+
+  Model& model() { return *model_; }
+  Optimizer& optimizer() { return *optimizer_; }
+  const TrainState& state() const { return state_; }
+  int64_t total_steps() const { return total_steps_; }
+
+ private:
+  void open_data();
+  void build_model();
+  void resume();
+  void restore(const class LoadedCheckpoint& checkpoint);
+  void save();
+  double accumulate_gradients(std::vector<Batch>& micro_batches);
+  void record_balance(StepResult& r);
+  ExitCode finish(int signal);
+
+  RunConfig config_;
+  int64_t total_steps_ = 0;
+  std::unique_ptr<TokenDataset> train_data_, validation_data_;
+  std::unique_ptr<BatchLoader> loader_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<Arena> state_memory_, arena_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Recorder> recorder_;
+  std::vector<float> losses_;
+  Model::PassOptions pass_;
+  TrainState state_;
+  std::string resumed_from_;
+  std::vector<std::string> rejected_;
+  int64_t saved_step_ = -1;
+};
+
+}  // namespace kestrel

@@ -1,0 +1,63 @@
+// The kestrel program: one subcommand a file of this folder.
+#include <cstdio>
+#include <exception>
+#include <string>
+
+#include "kernels/core/error.h"
+#include "tools/command.h"
+
+namespace kestrel::tools {
+namespace {
+
+// Every subcommand, in the order of `kestrel --help`.
+constexpr decltype(&add_config_command) kCommands[] = {
+    add_config_command,
+};
+
+// CLI11 reports a misspelt subcommand as a missing one.
+std::string usage_error(const CLI::App& app, const CLI::ParseError& e, int argc, char** argv) {
+  if (e.get_name() != "RequiredError" || argc < 2 || app.get_subcommands().size() > 0 || argv[1][0] == '-') {
+    return e.what();
+  }
+  std::string known;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    known += (known.empty() ? "" : ", ") + command->get_name();
+  }
+  return text("\"", argv[1], "\" is not a command; the commands are ", known);
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Kestrel trains language models of the Kimi K3 kind: one run file, one program.", "kestrel");
+  app.require_subcommand(1);
+  app.get_formatter()->column_width(32);
+  app.footer(
+      "Example:\n  kestrel config configs/quickstart.json train.steps=200\n"
+      "`kestrel COMMAND --help` shows the options of a command and an example.\n"
+      "Exit codes: 0 done, 1 internal error, 2 usage or run file, 3 data or checkpoint, 4 device or communication,\n"
+      "5 diverged, 75 saved after a stop signal (start the same command again).");
+  int exit_code = static_cast<int>(ExitCode::done);
+  for (const auto add : kCommands) add(app, exit_code);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) return app.exit(e);  // prints the help that was asked for
+    throw ConfigError(
+        text(usage_error(app, e, argc, argv), ". `kestrel --help` and `kestrel COMMAND --help` tell more."));
+  }
+  return exit_code;
+}
+
+}  // namespace
+}  // namespace kestrel::tools
+
+int main(int argc, char** argv) {
+  try {
+    return kestrel::tools::run(argc, argv);
+  } catch (const kestrel::Error& e) {
+    std::fprintf(stderr, "error: %s\n", e.what());
+    return static_cast<int>(e.code());
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "internal error: %s\n", e.what());
+    return 1;
+  }
+}
