@@ -115,7 +115,9 @@ void probabilities(const HeadInput& in, float* s, const float* lse, int64_t i0, 
     float* row = s + r * kTile;
     std::fill(row, row + lo, 0.f);
     std::fill(row + hi, row + cols, 0.f);
-    for (int64_t j = lo; j < hi; ++j) row[j] = exp_f(row[j] - lse[i]);
+    const float log_sum = lse[i];
+#pragma omp simd
+    for (int64_t j = lo; j < hi; ++j) row[j] = exp_f(row[j] - log_sum);
   }
 }
 

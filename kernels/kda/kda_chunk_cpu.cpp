@@ -7,6 +7,8 @@
 namespace kestrel::cpu::kda {
 namespace {
 
+constexpr int64_t kCacheLine = 16;  // floats
+
 int64_t pad(int64_t n) {
   return (n + kLanes - 1) / kLanes * kLanes;
 }
@@ -49,24 +51,19 @@ void load_row(const float* from, int64_t n, float* to, int64_t width, float scal
   std::fill(to + n, to + width, fill);
 }
 
-// Token t of the chunk that comes next starts on its way into the cache while this chunk is computed: a head's rows lie
-// far apart, and the hardware does not foresee them.
-inline void prefetch_row(const float* p, int64_t n) {
-  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(p + i, 0, 2);
-}
-inline void prefetch_token(const KdaDims& d, const ChainInputs& in, int64_t t) {
-  if (t < 0 || t >= d.T) return;
-  prefetch_row(in.q[t], d.K);
-  prefetch_row(in.k[t], d.K);
-  prefetch_row(in.gate[t], d.K);
-  prefetch_row(in.v[t], d.V);
-}
-
 void load_tokens(const KdaDims& d, const ChainInputs& in, Span span, int64_t ahead, ChunkWork& w) {
   const float scale = 1.f / std::sqrt(static_cast<float>(d.K));
   for (int64_t i = 0; i < span.size(); ++i) {
     const int64_t t = span.begin + i;
-    prefetch_token(d, in, t + ahead);
+    const int64_t later = std::clamp<int64_t>(t + ahead, 0, d.T - 1);
+    // Rows of the next chunk start on their way into the cache: a head's rows lie far apart, and the hardware does not
+    // foresee them.  (In a function of its own the compiler takes this for no effect and drops it.)
+    for (int64_t c = 0; c < d.K; c += kCacheLine) {
+      __builtin_prefetch(in.q[later] + c);
+      __builtin_prefetch(in.k[later] + c);
+      __builtin_prefetch(in.gate[later] + c);
+    }
+    for (int64_t c = 0; c < d.V; c += kCacheLine) __builtin_prefetch(in.v[later] + c);
     w.q_norm[i] = reciprocal_norm(in.q[t], d.K);
     w.k_norm[i] = reciprocal_norm(in.k[t], d.K);
     load_row(in.q[t], d.K, w.q + i * w.K, w.K, scale * w.q_norm[i], 0.f);

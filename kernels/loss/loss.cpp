@@ -19,6 +19,7 @@ void check_vector(const char* name, const Tensor& t, DType dtype, int64_t n) {
 void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor x, Tensor w, Tensor targets,
                           float grad_scale) {
   const int64_t N = x.rows(), D = x.cols(), V = w.rows();
+  KESTREL_CHECK(V >= 1, "a vocabulary of ", V, " tokens");
   check_matrix("x", x, DType::f32, N, D);
   check_matrix("w", w, DType::f32, V, D);
   check_vector("targets", targets, DType::i32, N);
@@ -34,6 +35,7 @@ void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor
 
 void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, float grad_scale) {
   const int64_t N = logits.rows(), V = logits.cols();
+  KESTREL_CHECK(V >= 1, "a vocabulary of ", V, " tokens");
   check_matrix("logits", logits, DType::f32, N, V);
   check_vector("targets", targets, DType::i32, N);
   check_vector("losses", losses, DType::f32, N);

@@ -50,8 +50,6 @@ float row_loss(float* d, const float* z, int64_t V, int32_t target, float grad_s
   const double sum = sum_exp(d, z, V, m);
   if (d != nullptr) {
     const float factor = static_cast<float>(grad_scale / sum);
-    // p - 1 from the sum of the others' share where the target dominates would be exact too; the plain difference errs
-    // by 6e-8 of grad_scale at most.
     for (int64_t i = 0; i < V; ++i) d[i] *= factor;
     d[target] -= grad_scale;
   }

@@ -87,6 +87,7 @@ void count_load(const Tensor& load, const Tensor& index) {
 }  // namespace
 
 void scores(float* s, const float* logits, int64_t n) {
+#pragma omp simd
   for (int64_t i = 0; i < n; ++i) s[i] = sigmoid_f(logits[i]);
 }
 

@@ -75,18 +75,31 @@ std::string file_damage(const std::string& path, const Manifest::File& expected)
   return text(path, " has checksum ", sum, ", its manifest says ", expected.xxh64, ": its bytes were changed");
 }
 
-// Runs fn on every item in parallel and throws the first error in item order.
-template <class Items, class F>
-void for_each_checked(const Items& items, F&& fn) {
-  std::vector<std::string> errors(items.size());
-  parallel_for_dynamic(static_cast<int64_t>(items.size()), [&](int64_t i) {
+// fn(name of the file) for all files, several at a time when there is much to read; throws the first error by name.
+template <class F>
+void for_each_file(const Manifest& m, F&& fn) {
+  std::vector<std::string> names;
+  int64_t bytes = 0;
+  for (const auto& [name, f] : m.files) {
+    names.push_back(name);
+    bytes += f.bytes;
+  }
+  std::vector<std::string> errors(names.size());
+  const auto one = [&](int64_t i) {
     const auto k = static_cast<size_t>(i);
     try {
-      fn(items[k]);
+      fn(names[k]);
     } catch (const std::exception& e) {
       errors[k] = e.what();
     }
-  });
+  };
+  constexpr int64_t kMuch = int64_t{16} << 20;  // below, starting the threads takes longer than reading
+  const auto count = static_cast<int64_t>(names.size());
+  if (bytes < kMuch) {
+    for (int64_t i = 0; i < count; ++i) one(i);
+  } else {
+    parallel_for_dynamic(count, one);
+  }
   for (const auto& e : errors) {
     if (!e.empty()) throw DataError(e);
   }
@@ -127,9 +140,8 @@ void write_manifest(const std::string& dir, const Manifest& m) {
 }
 
 void verify_files(const std::string& dir, const Manifest& m) {
-  const std::vector<std::pair<std::string, Manifest::File>> files(m.files.begin(), m.files.end());
-  for_each_checked(files, [&](const auto& item) {
-    const std::string damage = file_damage(in(dir, item.first), item.second);
+  for_each_file(m, [&](const std::string& name) {
+    const std::string damage = file_damage(in(dir, name), m.files.at(name));
     if (!damage.empty()) throw DataError(damage);
   });
 }
@@ -202,7 +214,7 @@ Manifest describe_folder(const std::string& dir, int64_t step) {
       return a.first != b.first ? a.first < b.first : a.rows < b.rows;
     });
   }
-  for_each_checked(names, [&](const std::string& name) { m.files.at(name).xxh64 = xxh64_of_file(in(dir, name)); });
+  for_each_file(m, [&](const std::string& name) { m.files.at(name).xxh64 = xxh64_of_file(in(dir, name)); });
   return m;
 }
 

@@ -1,8 +1,7 @@
 // One file of tokens, mapped into memory.  Three formats, told apart by their contents:
 //
-//  Kestrel    safetensors: `tokens` [N] U16 or U32 (I32 is read too); optional `document_starts` [docs] I64 (position
-//  of
-//             each document's first token, ascending), `token_bytes` [vocab_size] I32 (bytes of text per token id).
+//  Kestrel    safetensors.  `tokens` [N] U16 or U32 (I32 is read too); optional `document_starts` [docs] I64 (position
+//             of each document's first token, rising), `token_bytes` [vocab_size] I32 (bytes of text per token id).
 //             Metadata, all strings: `vocab_size` (required), `tokenizer` (fingerprint), `eos_id`, `bytes` (UTF-8 bytes
 //             of the shard's text).
 //  llm.c      .bin: 256 x I32 header [magic, version, N, 0...], then N tokens: magic 20240520 version 1 is U16, magic
@@ -83,7 +82,7 @@ struct ShardContents {
   int64_t text_bytes = -1;
   std::string tokenizer;
 };
-// Writes the Kestrel format under a temporary name, syncs, renames.  U16 when vocab_size <= 65,536, else U32.
+// Writes the Kestrel format (under a temporary name, synced, renamed).  U16 when vocab_size <= 65,536, else U32.
 void write_shard(const std::string& path, const ShardContents& contents);
 
 }  // namespace kestrel

@@ -2,9 +2,9 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <random>
 #include <vector>
 
@@ -24,17 +24,12 @@ struct Normal {
   Tensor as(std::initializer_list<int64_t> shape) { return Tensor::of(x.data(), shape); }
 };
 
-// The best of `runs` runs, in milliseconds: other work on the machine only ever adds time.
+// Milliseconds of processor time: preemption by other work on the machine does not count.
 template <class F>
-double best_ms(int runs, F&& fn) {
-  double best = 1e30;
-  for (int i = 0; i < runs; ++i) {
-    const auto t0 = std::chrono::steady_clock::now();
-    fn();
-    const std::chrono::duration<double, std::milli> t = std::chrono::steady_clock::now() - t0;
-    best = std::min(best, t.count());
-  }
-  return best;
+double milliseconds(F&& fn) {
+  const std::clock_t t0 = std::clock();
+  fn();
+  return 1e3 * static_cast<double>(std::clock() - t0) / CLOCKS_PER_SEC;
 }
 
 void measure(const KdaDims& d, std::optional<float> bound, int runs) {
@@ -61,10 +56,14 @@ void measure(const KdaDims& d, std::optional<float> bound, int runs) {
                tds = d_state.as({d.B, d.H, d.K, d.V}), tsaved = saved.as({kda_saved_elements(d)});
   Arena arena(Device::cpu, int64_t{1} << 30);
   Stream s(arena);
-  const double cf = best_ms(runs, [&] { kda_forward(s, d, in, to, ts, tsaved); });
-  const double cb = best_ms(runs, [&] { kda_backward(s, d, in, tsaved, td, tds, g); });
-  const double rf = best_ms(runs, [&] { cpu::kda_recurrence_forward(d, in, to, ts); });
-  const double rb = best_ms(runs, [&] { cpu::kda_recurrence_backward(d, in, td, tds, g); });
+  // Best of the runs, the forms taking turns: a busy neighbour slows both alike.
+  double cf = 1e30, cb = 1e30, rf = 1e30, rb = 1e30;
+  for (int run = 0; run < runs; ++run) {
+    cf = std::min(cf, milliseconds([&] { kda_forward(s, d, in, to, ts, tsaved); }));
+    cb = std::min(cb, milliseconds([&] { kda_backward(s, d, in, tsaved, td, tds, g); }));
+    rf = std::min(rf, milliseconds([&] { cpu::kda_recurrence_forward(d, in, to, ts); }));
+    rb = std::min(rb, milliseconds([&] { cpu::kda_recurrence_backward(d, in, td, tds, g); }));
+  }
   std::printf("B=%d T=%d H=%d K=%d V=%d %-8s  chunked %7.2f + %7.2f ms  token by token %7.2f + %7.2f ms  ratio %.2f\n",
               int(d.B), int(d.T), int(d.H), int(d.K), int(d.V), bound ? "bounded" : "softplus", cf, cb, rf, rb,
               (rf + rb) / (cf + cb));

@@ -41,7 +41,7 @@ TEST(Metrics, FieldsInOrderAndShortestNumbers) {
                      {"note", "a \"b\"\n\x01 é"},
                      {"balance", std::vector<double>{1, 0.5}},
                      {"none", std::vector<double>{}}}),
-            "{\"step\":7,\"loss\":0.1,\"lr\":0.0003,\"big\":1e+300,\"whole\":2,\"skipped\":false,"
+            "{\"step\":7,\"loss\":0.1,\"lr\":3e-04,\"big\":1e+300,\"whole\":2,\"skipped\":false,"
             "\"note\":\"a \\\"b\\\"\\n\\u0001 é\",\"balance\":[1,0.5],\"none\":[]}");
   // A name that is not UTF-8 must not lose the line.
   EXPECT_TRUE(nlohmann::json::accept(to_json({{"note", "\xff"}})));

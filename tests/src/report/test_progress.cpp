@@ -77,7 +77,7 @@ TEST(Progress, OneLineOnATerminal) {
   EXPECT_EQ(s,
             "\rwork   0% [0/4] | a long note"
             "\rwork  50% [2/4] 0.2/s, 0:00:10 left"
-            "\rwork: 3 of 4 in 0:00:10 | done       \n");
+            "\rwork: 3 of 4 in 0:00:10 | done     \n");
   EXPECT_EQ(s.find('\n'), s.size() - 1);
 }
 
