@@ -54,6 +54,17 @@ inline void add_run_file(CLI::App& command, RunFile& run, bool required = true) 
   command.add_option("overrides", run.overrides, "Fields to change: train.steps=200 model.residual=standard");
 }
 
+void add_train_command(CLI::App& app, int& exit_code);
+void add_eval_command(CLI::App& app, int& exit_code);
+void add_generate_command(CLI::App& app, int& exit_code);
+void add_data_command(CLI::App& app, int& exit_code);
+void add_tokenizer_command(CLI::App& app, int& exit_code);
+void add_import_hf_command(CLI::App& app, int& exit_code);
+void add_export_hf_command(CLI::App& app, int& exit_code);
+void add_parity_command(CLI::App& app, int& exit_code);
+void add_plan_command(CLI::App& app, int& exit_code);
+void add_report_command(CLI::App& app, int& exit_code);
 void add_config_command(CLI::App& app, int& exit_code);
+void add_doctor_command(CLI::App& app, int& exit_code);
 
 }  // namespace kestrel::tools

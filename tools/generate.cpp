@@ -31,7 +31,9 @@ int run(const Options& o) {
   const auto end = tokenizer.id_of(kEndOfText);
   // Documents end with the end-of-text token, so a document starts after one.
   if (ids.empty()) {
-    if (!end) throw ConfigError("the prompt is empty and the tokenizer has no <|endoftext|> to start from. Give --prompt TEXT.");
+    if (!end)
+      throw ConfigError(
+          "the prompt is empty and the tokenizer has no <|endoftext|> to start from. Give --prompt TEXT.");
     ids.push_back(*end);
   }
   Decoder decoder(*m.model, static_cast<int64_t>(ids.size()) + o.max_tokens);
@@ -53,7 +55,8 @@ int run(const Options& o) {
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   std::fputs("\n", stdout);
   std::fflush(stdout);
-  std::fprintf(stderr, "%lld tokens in %.2f s (%.1f tokens/s, prompt of %zu included) from %s\n", static_cast<long long>(made), seconds,
+  std::fprintf(stderr, "%lld tokens in %.2f s (%.1f tokens/s, prompt of %zu included) from %s\n",
+               static_cast<long long>(made), seconds,
                static_cast<double>(made + static_cast<int64_t>(ids.size())) / seconds, ids.size(), m.source.c_str());
   return 0;
 }
@@ -62,13 +65,18 @@ int run(const Options& o) {
 
 void add_generate_command(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<Options>();
-  CLI::App& c = add_command(app, "generate", "Continue a text with a trained model",
-                            "kestrel generate runs/quickstart --prompt \"In the beginning\" --max-tokens 64 --temperature 0.8 --top-k 50");
-  c.add_option("model", o->model, "Run directory, checkpoint folder, or directory with model.safetensors and config.json")->required();
+  CLI::App& c = add_command(
+      app, "generate", "Continue a text with a trained model",
+      "kestrel generate runs/quickstart --prompt \"In the beginning\" --max-tokens 64 --temperature 0.8 --top-k 50");
+  c.add_option("model", o->model,
+               "Run directory, checkpoint folder, or directory with model.safetensors and config.json")
+      ->required();
   CLI::Option* prompt = c.add_option("--prompt", o->prompt, "Text to continue (empty: start a document)");
   c.add_flag("--stdin", o->from_stdin, "Read the prompt from standard input")->excludes(prompt);
   c.add_option("--tokenizer", o->tokenizer, "tokenizer.json (default: the one the run was trained with)");
-  c.add_option("--max-tokens", o->max_tokens, "Tokens to generate at most")->check(CLI::PositiveNumber)->capture_default_str();
+  c.add_option("--max-tokens", o->max_tokens, "Tokens to generate at most")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   c.add_option("--temperature", o->sampling.temperature, "0 is greedy")->capture_default_str();
   c.add_option("--top-k", o->sampling.top_k, "Keep the k likeliest tokens (0: all)")->capture_default_str();
   c.add_option("--top-p", o->sampling.top_p, "Keep the likeliest tokens up to this probability")->capture_default_str();

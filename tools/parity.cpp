@@ -26,7 +26,8 @@ int run(const Options& o) {
   double loss = r.loss;
   const SafetensorsFile input(o.tokens);
   const Tensor ids = input.tensor("tokens");
-  std::vector<NamedTensor> out{{"loss", Tensor::of(&loss, {1})}, {"logits", r.logits, {ids.dim(0), ids.dim(1), r.logits.cols()}}};
+  std::vector<NamedTensor> out{{"loss", Tensor::of(&loss, {1})},
+                               {"logits", r.logits, {ids.dim(0), ids.dim(1), r.logits.cols()}}};
   if (o.gradients) {
     store.for_each([&](const NamedParameter& p) {
       if (p.member->block->trained) out.push_back({"grad." + p.name, p.rows_of(p.member->block->g), p.shape});
@@ -36,7 +37,8 @@ int run(const Options& o) {
     out.push_back({"load." + evaluation.model().moe_names()[i], evaluation.model().moe_layers()[i]->balancer().load()});
   }
   write_safetensors(o.out, out, {{"format", "pt"}});
-  std::printf("loss %.9g nats over %lld targets (cpu, fp32); %zu tensors in %s\n", r.loss, static_cast<long long>(r.targets), out.size(), o.out.c_str());
+  std::printf("loss %.9g nats over %lld targets (cpu, fp32); %zu tensors in %s\n", r.loss,
+              static_cast<long long>(r.targets), out.size(), o.out.c_str());
   return 0;
 }
 
@@ -45,10 +47,14 @@ int run(const Options& o) {
 void add_parity_command(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<Options>();
   CLI::App& c = add_command(app, "parity", "Loss, logits and gradients of given weights on given tokens",
-                            "kestrel parity --model tests/fixtures/model_k3 --tokens tests/fixtures/model_k3/expected.safetensors --out /tmp/parity.safetensors --grads");
+                            "kestrel parity --model tests/fixtures/model_k3 --tokens "
+                            "tests/fixtures/model_k3/expected.safetensors --out /tmp/parity.safetensors --grads");
   c.add_option("--model", o->model, "Directory with config.json (a model section) and model.safetensors")->required();
-  c.add_option("--tokens", o->tokens, "Safetensors file with tokens, targets [B,T] and maybe segment [B,T]")->required();
-  c.add_option("--out", o->out, "File to write: loss, logits, grad.<tensor>, load.<layer> (tokens per expert, with --grads)")->required();
+  c.add_option("--tokens", o->tokens, "Safetensors file with tokens, targets [B,T] and maybe segment [B,T]")
+      ->required();
+  c.add_option("--out", o->out,
+               "File to write: loss, logits, grad.<tensor>, load.<layer> (tokens per expert, with --grads)")
+      ->required();
   c.add_option("--device", o->device, "Where to compute")->check(CLI::IsMember({"cpu", "cuda"}))->capture_default_str();
   c.add_flag("--grads", o->gradients, "Write the gradient of every tensor too");
   c.callback([o, &exit_code] { exit_code = run(*o); });

@@ -13,7 +13,8 @@ void add_plan_command(CLI::App& app, int& exit_code) {
     bool json = false;
   };
   auto o = std::make_shared<Options>();
-  CLI::App& c = add_command(app, "plan", "Parameters, FLOPs per token and memory of a run, without allocating it", "kestrel plan configs/k3_2p8t.json");
+  CLI::App& c = add_command(app, "plan", "Parameters, FLOPs per token and memory of a run, without allocating it",
+                            "kestrel plan configs/k3_2p8t.json");
   add_run_file(c, o->run);
   c.add_flag("--json", o->json, "Print JSON");
   c.callback([o, &exit_code] {

@@ -86,8 +86,7 @@ void attention_forward(const AttentionDims& d, Tensor o, Tensor lse, Tensor q, T
     const int64_t head = task / tiles, tile = tiles - 1 - task % tiles;  // the longest rows first
     const int64_t b = head / d.H, h = head % d.H;
     const HeadInput in(d, q, k, v, document_start, b, h);
-    const float largest =
-        forward_tile(d, in, Rows(o, d, b, h, d.Dv), lse.f32() + head * d.T, tile * kTile);
+    const float largest = forward_tile(d, in, Rows(o, d, b, h, d.Dv), lse.f32() + head * d.T, tile * kTile);
     if (row_max) row_max.f32()[head * tiles + tile] = largest;
   });
   if (!max_logit) return;

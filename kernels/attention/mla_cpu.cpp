@@ -50,8 +50,8 @@ void mla_assemble_backward(const MlaDims& d, Tensor dkv, Tensor dk_shared, Tenso
 
 namespace {
 
-// A block of new tokens [first, first + count); its (token, head) pairs are rows token * H + head.  All heads of a token
-// see the same keys (the latents), so they are queries of one product.
+// A block of new tokens [first, first + count); its (token, head) pairs are rows token * H + head.  All heads of a
+// token see the same keys (the latents), so they are queries of one product.
 struct DecodeBlock {
   const MlaDims& d;
   int64_t past, first, count;
@@ -83,7 +83,8 @@ struct DecodeBlock {
     for (int64_t j0 = 0; j0 < end; j0 += kTile) {
       const int64_t cols = std::min(kTile, end - j0);
       const float* x = row_f(query, row0);
-      sgemm_serial(Trans::no, Trans::yes, n, cols, c(), scale, x, query.ld, row_f(latent, j0), latent.ld, 0.f, s, kTile);
+      sgemm_serial(Trans::no, Trans::yes, n, cols, c(), scale, x, query.ld, row_f(latent, j0), latent.ld, 0.f, s,
+                   kTile);
       sgemm_serial(Trans::no, Trans::yes, n, cols, d.rope, scale, x + c(), query.ld, row_f(k_shared, j0), k_shared.ld,
                    1.f, s, kTile);
       for (int64_t r = 0; r < n; ++r) {

@@ -6,8 +6,9 @@
 // beta = 0 never reads C (it may hold NaN).  Nothing is saved.  Sizes may be 0: M or N = 0 does nothing, K = 0 scales
 // C.
 //
-// The own CPU product gives the same bits for every thread count: each tile of C is computed by one thread, over k in
-// order.
+// Both CPU products give the same bits for every thread count: the own one computes an element of C in one thread over
+// k in order, OpenBLAS is called on pieces of C that depend on the shape alone.  kernels/gemm/README.md has the
+// details.
 #pragma once
 
 #include <string>
@@ -28,7 +29,8 @@ void linear_forward(Stream& s, Tensor y, Tensor x, Tensor w);
 // dx[N,in] = dy w + dx_beta dx  (skipped when dx is empty);   dw[out,in] += dy^T x  (skipped when dw is empty)
 void linear_backward(Stream& s, Tensor dx, Tensor dw, Tensor dy, Tensor x, Tensor w, float dx_beta = 0.f);
 
-// Which product serves the CPU.  Built without OpenBLAS only `own` exists: choosing the other throws ConfigError.
+// Which product serves the CPU; OpenBLAS from the start where there is one.  Built without it only `own` exists:
+// choosing the other throws ConfigError.
 enum class CpuGemm : uint8_t { own, openblas };
 bool has_openblas();
 void set_cpu_gemm(CpuGemm g);
@@ -36,7 +38,8 @@ CpuGemm cpu_gemm();
 std::string cpu_gemm_description();  // "own AVX2 GEMM", "OpenBLAS 0.3.21 (Haswell)"
 
 namespace cpu {
-// C[M,N] = alpha op(A) op(B) + beta C, all threads, with the product chosen by set_cpu_gemm.
+// C[M,N] = alpha op(A) op(B) + beta C, all threads, with the product chosen by set_cpu_gemm; inside a parallel region
+// the same as sgemm_serial.
 void sgemm(Trans ta, Trans tb, int64_t M, int64_t N, int64_t K, float alpha, const float* A, int64_t lda,
            const float* B, int64_t ldb, float beta, float* C, int64_t ldc);
 // The own product on the calling thread alone: for use inside parallel loops.  Same bits as `sgemm` with CpuGemm::own.

@@ -2,11 +2,11 @@
 #include "kernels/gemm/microkernel.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__GNUC__) && !defined(__clang__)
-#include <array>
 #include <cmath>
 #include <cstdint>
 
-// From here on the compiler may use AVX-512: nothing below may be reached on a machine without it.
+// Up to pop_options the compiler may use AVX-512: none of it is reached on a machine without it.
+#pragma GCC push_options
 #pragma GCC target("avx512f")
 #include <immintrin.h>
 
@@ -33,6 +33,11 @@ struct Avx512 {
 constexpr MicroKernels kAvx512 = kernels_of<Avx512, 12>("AVX-512");
 
 }  // namespace
+}  // namespace kestrel::cpu
+
+#pragma GCC pop_options
+
+namespace kestrel::cpu {
 
 const MicroKernels* avx512_kernels() {
   static const bool here = __builtin_cpu_supports("avx512f");

@@ -2,8 +2,6 @@
 // store_first of fewer than `lanes` elements.  Included once per instruction set, inside that set's compile options.
 #pragma once
 
-#include <array>
-
 #include "kernels/gemm/microkernel.h"
 
 namespace kestrel::cpu {

@@ -92,7 +92,7 @@ void decay_forward(const Gate& gate, const float* __restrict x, int64_t K, float
 //            dx = dg bound sg (1 - sg) rate,  dA_log = dx (x + bias)
 // softplus:  g = -rate softplus(x + bias):
 //            dx = -dg rate sigmoid(x + bias),  dA_log = dg g;  nothing below the floor
-// 1 - sg is taken as sigmoid(-z): the difference would lose the digits of a saturated gate.
+// sg (1 - sg) is taken as u / (1 + u)^2 with u = e^-|z|: the difference would lose the digits of a saturated gate.
 float decay_backward(const Gate& gate, const float* __restrict x, const float* __restrict dg, int64_t K,
                      float* __restrict dx, float* __restrict d_bias) {
   const float rate = gate.rate, bound = gate.bound.value_or(0.f);
@@ -102,7 +102,8 @@ float decay_backward(const Gate& gate, const float* __restrict x, const float* _
 #pragma omp simd reduction(+ : d_A_log)
     for (int64_t i = 0; i < K; ++i) {
       const float y = x[i] + bias[i], z = rate * y;
-      const float d = dg[i] * bound * sigmoid_f(z) * sigmoid_f(-z) * rate;
+      const float u = exp_f(-std::fabs(z)), one_plus = 1.f + u;
+      const float d = dg[i] * bound * (u / (one_plus * one_plus)) * rate;
       dx[i] = d;
       d_bias[i] += d;
       d_A_log += d * y;

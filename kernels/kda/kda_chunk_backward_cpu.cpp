@@ -18,10 +18,10 @@ void load_d_o(const KdaDims& d, Span span, ChunkWork& w, Rows d_o) {
 // dU = Aqk^T dO + K_out dS': what the outputs and the leaving state ask of what was written.
 void d_written(Span span, ChunkWork& w) {
   const int64_t V = w.V, rows = span.padded();
-  multiply<Into::set>(rows, V, w.K, transposed(w.k_out_t, kChunk), w.d_state, V, w.d_u, V);
+  multiply(Into::set, rows, V, w.K, transposed(w.k_out_t, kChunk), w.d_state, V, w.d_u, V);
   for (int64_t first = 0; first < rows; first += kTile) {
-    multiply<Into::add>(kTile, V, rows - first, transposed(w.Aqk + first * kChunk + first, kChunk), w.d_o + first * V,
-                        V, w.d_u + first * V, V);
+    multiply(Into::add, kTile, V, rows - first, transposed(w.Aqk + first * kChunk + first, kChunk), w.d_o + first * V,
+             V, w.d_u + first * V, V);
   }
 }
 
@@ -56,8 +56,8 @@ void solve_errors_backward(Span span, ChunkWork& w) {
   const int64_t V = w.V;
   for (int64_t tile = span.tiles() - 1; tile >= 0; --tile) {
     const int64_t first = tile * kTile, next = first + kTile;
-    multiply<Into::subtract>(kTile, V, span.padded() - next, transposed(w.Akk + next * kChunk + first, kChunk),
-                             w.d_e + next * V, V, w.d_u + first * V, V);
+    multiply(Into::subtract, kTile, V, span.padded() - next, transposed(w.Akk + next * kChunk + first, kChunk),
+             w.d_e + next * V, V, w.d_u + first * V, V);
     solve_tile_backward(tile, w);
   }
 }
@@ -67,10 +67,10 @@ void d_scores(Span span, ChunkWork& w) {
   const int64_t V = w.V;
   transpose(span.padded(), V, w.u, V, w.u_t, kChunk);
   for (int64_t first = 0; first < span.padded(); first += kTile) {
-    multiply<Into::set>(kTile, first + kTile, V, plain(w.d_o + first * V, V), w.u_t, kChunk, w.d_Aqk + first * kChunk,
-                        kChunk);
-    multiply<Into::negate>(kTile, first + kTile, V, plain(w.d_e + first * V, V), w.u_t, kChunk,
-                           w.d_Akk + first * kChunk, kChunk);
+    multiply(Into::set, kTile, first + kTile, V, plain(w.d_o + first * V, V), w.u_t, kChunk, w.d_Aqk + first * kChunk,
+             kChunk);
+    multiply(Into::negate, kTile, first + kTile, V, plain(w.d_e + first * V, V), w.u_t, kChunk,
+             w.d_Akk + first * kChunk, kChunk);
   }
 }
 
@@ -79,9 +79,9 @@ void d_state_products(Span span, ChunkWork& w) {
   const int64_t K = w.K, V = w.V, rows = span.padded();
   transpose(K, V, w.state, V, w.state_t, K);
   transpose(K, V, w.d_state, V, w.d_state_t, K);
-  multiply<Into::set>(rows, K, V, plain(w.d_o, V), w.state_t, K, w.d_q_rows, K);
-  multiply<Into::negate>(rows, K, V, plain(w.d_e, V), w.state_t, K, w.d_k_rows, K);
-  multiply<Into::set>(rows, K, V, plain(w.u, V), w.d_state_t, K, w.d_k_out, K);
+  multiply(Into::set, rows, K, V, plain(w.d_o, V), w.state_t, K, w.d_q_rows, K);
+  multiply(Into::negate, rows, K, V, plain(w.d_e, V), w.state_t, K, w.d_k_rows, K);
+  multiply(Into::set, rows, K, V, plain(w.u, V), w.d_state_t, K, w.d_k_out, K);
   for (int64_t i = 0; i < rows; ++i) {
     const float* entry = w.entry_decay + i / kTile * K;
     for (int64_t c = 0; c < K; ++c) {
@@ -128,8 +128,8 @@ void d_state_before(Span span, ChunkWork& w) {
   for (int64_t c = 0; c < K; ++c) {
     for (int64_t j = 0; j < V; ++j) w.d_state[c * V + j] *= decay[c];
   }
-  multiply<Into::add>(K, V, span.padded(), transposed(w.q_in, K), w.d_o, V, w.d_state, V);
-  multiply<Into::subtract>(K, V, span.padded(), transposed(w.k_in, K), w.d_e, V, w.d_state, V);
+  multiply(Into::add, K, V, span.padded(), transposed(w.q_in, K), w.d_o, V, w.d_state, V);
+  multiply(Into::subtract, K, V, span.padded(), transposed(w.k_in, K), w.d_e, V, w.d_state, V);
 }
 
 // Pairs of a token in this tile with one in an earlier tile.
@@ -137,8 +137,8 @@ void pairs_before_tile(int64_t tile, ChunkWork& w) {
   const int64_t first = tile * kTile, K = w.K;
   const float *Aqk = w.d_Aqk + first * kChunk, *Akk = w.d_Akk + first * kChunk;
   keys_at_start(tile, w);
-  multiply<Into::add>(kTile, K, first, plain(Aqk, kChunk), w.keys, K, w.d_q_rows + first * K, K);
-  multiply<Into::add>(kTile, K, first, plain(Akk, kChunk), w.keys, K, w.d_k_rows + first * K, K);
+  multiply(Into::add, kTile, K, first, plain(Aqk, kChunk), w.keys, K, w.d_q_rows + first * K, K);
+  multiply(Into::add, kTile, K, first, plain(Akk, kChunk), w.keys, K, w.d_k_rows + first * K, K);
   for (int64_t i = 0; i < kTile * K; ++i) {
     w.d_q_rows[first * K + i] *= w.row_decay[first * K + i];
     w.d_k_rows[first * K + i] *= w.row_decay[first * K + i];
@@ -147,8 +147,8 @@ void pairs_before_tile(int64_t tile, ChunkWork& w) {
   for (int64_t j = 0; j < first; ++j) {  // d_k_out of earlier tiles: from the end of this tile to its start
     for (int64_t c = 0; c < K; ++c) w.d_k_out[j * K + c] *= decay[c];
   }
-  multiply<Into::add>(first, K, kTile, transposed(Aqk, kChunk), w.q_rows + first * K, K, w.d_k_out, K);
-  multiply<Into::add>(first, K, kTile, transposed(Akk, kChunk), w.k_rows + first * K, K, w.d_k_out, K);
+  multiply(Into::add, first, K, kTile, transposed(Aqk, kChunk), w.q_rows + first * K, K, w.d_k_out, K);
+  multiply(Into::add, first, K, kTile, transposed(Akk, kChunk), w.k_rows + first * K, K, w.d_k_out, K);
 }
 
 // Pairs i > j inside a tile.  The later token: keys carried forward, decayed token by token, as in the forward.

@@ -89,15 +89,16 @@ void running_decays(Span span, ChunkWork& w) {
     float* running = w.tile_decay + tile * K;
     const float* entry = w.entry_decay + tile * K;
     std::fill(running, running + K, 1.f);
-    for (int64_t i = tile * kTile; i < (tile + 1) * kTile; ++i) {
-      const int64_t r = i * K;
-      for (int64_t c = 0; c < K; ++c) {
-        running[c] *= w.decay[r + c];
-        w.row_decay[r + c] = running[c];
-        w.q_rows[r + c] = w.q[r + c] * running[c];
-        w.k_rows[r + c] = w.k[r + c] * running[c];
-        w.q_in[r + c] = w.q_rows[r + c] * entry[c];
-        w.k_in[r + c] = w.k_rows[r + c] * entry[c];
+    for (int64_t r = tile * kTile * K; r < (tile + 1) * kTile * K; r += K) {
+      for (int64_t c = 0; c < K; c += kLanes) {
+        const Lanes decay = lanes_at(running + c) * lanes_at(w.decay + r + c);
+        const Lanes q = lanes_at(w.q + r + c) * decay, k = lanes_at(w.k + r + c) * decay;
+        lanes_at(running + c) = decay;
+        lanes_at(w.row_decay + r + c) = decay;
+        lanes_at(w.q_rows + r + c) = q;
+        lanes_at(w.k_rows + r + c) = k;
+        lanes_at(w.q_in + r + c) = q * lanes_at(entry + c);
+        lanes_at(w.k_in + r + c) = k * lanes_at(entry + c);
       }
     }
     for (int64_t c = 0; c < K; ++c) w.entry_decay[(tile + 1) * K + c] = entry[c] * running[c];
@@ -108,10 +109,10 @@ void running_decays(Span span, ChunkWork& w) {
 void scores_before_tile(int64_t tile, ChunkWork& w) {
   const int64_t first = tile * kTile, K = w.K;
   if (first == 0) return;
-  multiply<Into::set>(kTile, first, K, plain(w.q_rows + first * K, K), w.k_out_t, kChunk, w.Aqk + first * kChunk,
-                      kChunk);
-  multiply<Into::set>(kTile, first, K, plain(w.k_rows + first * K, K), w.k_out_t, kChunk, w.Akk + first * kChunk,
-                      kChunk);
+  multiply(Into::set, kTile, first, K, plain(w.q_rows + first * K, K), w.k_out_t, kChunk, w.Aqk + first * kChunk,
+           kChunk);
+  multiply(Into::set, kTile, first, K, plain(w.k_rows + first * K, K), w.k_out_t, kChunk, w.Akk + first * kChunk,
+           kChunk);
 }
 
 float dot(const float* a, const float* b, int64_t n) {
@@ -189,10 +190,10 @@ void solve_tile(int64_t tile, ChunkWork& w) {
 void solve_errors(Span span, ChunkWork& w) {
   const int64_t V = w.V;
   std::copy(w.v, w.v + span.padded() * V, w.e);
-  multiply<Into::subtract>(span.padded(), V, w.K, plain(w.k_in, w.K), w.state, V, w.e, V);
+  multiply(Into::subtract, span.padded(), V, w.K, plain(w.k_in, w.K), w.state, V, w.e, V);
   for (int64_t tile = 0; tile < span.tiles(); ++tile) {
     const int64_t first = tile * kTile;
-    multiply<Into::subtract>(kTile, V, first, plain(w.Akk + first * kChunk, kChunk), w.u, V, w.e + first * V, V);
+    multiply(Into::subtract, kTile, V, first, plain(w.Akk + first * kChunk, kChunk), w.u, V, w.e + first * V, V);
     solve_tile(tile, w);
   }
 }
@@ -244,9 +245,9 @@ void chunk_errors(const KdaDims& d, const ChainInputs& in, Span span, int64_t ah
 
 void chunk_outputs(const KdaDims& d, Span span, ChunkWork& w, Rows o) {
   const int64_t V = w.V;
-  multiply<Into::set>(span.padded(), V, w.K, plain(w.q_in, w.K), w.state, V, w.o, V);
+  multiply(Into::set, span.padded(), V, w.K, plain(w.q_in, w.K), w.state, V, w.o, V);
   for (int64_t first = 0; first < span.padded(); first += kTile) {
-    multiply<Into::add>(kTile, V, first + kTile, plain(w.Aqk + first * kChunk, kChunk), w.u, V, w.o + first * V, V);
+    multiply(Into::add, kTile, V, first + kTile, plain(w.Aqk + first * kChunk, kChunk), w.u, V, w.o + first * V, V);
   }
   for (int64_t i = 0; i < span.size(); ++i) std::copy(w.o + i * V, w.o + i * V + d.V, o[span.begin + i]);
 }
@@ -256,7 +257,7 @@ void chunk_advance(Span span, ChunkWork& w) {
   for (int64_t i = 0; i < w.K; ++i) {
     for (int64_t j = 0; j < w.V; ++j) w.state[i * w.V + j] *= decay[i];
   }
-  multiply<Into::add>(w.K, w.V, span.padded(), plain(w.k_out_t, kChunk), w.u, w.V, w.state, w.V);
+  multiply(Into::add, w.K, w.V, span.padded(), plain(w.k_out_t, kChunk), w.u, w.V, w.state, w.V);
 }
 
 }  // namespace kestrel::cpu::kda

@@ -62,7 +62,8 @@ void check_targets(const int32_t* targets, int64_t N, int64_t V) {
   for (int64_t n = 0; n < N; ++n) {
     if ((targets[n] >= 0 && targets[n] < V) || targets[n] == kIgnoreTarget) continue;
     throw DataError(text("target ", targets[n], " at position ", n, " of the batch is outside the vocabulary of ", V,
-                         " tokens (or ", kIgnoreTarget, " for a position without loss). The data was made with another ",
+                         " tokens (or ", kIgnoreTarget,
+                         " for a position without loss). The data was made with another ",
                          "tokenizer than the model's vocab_size says: rebuild one or the other."));
   }
 }

@@ -47,8 +47,8 @@ void qk_clip(Stream& s, Tensor w_q, Tensor w_kv, Tensor s_max, float tau, int64_
 
 // MXFP4: groups of 32 along the input dimension share a scale 2^e, e = floor(log2 amax) - 2 (OCP rule; E8M0 byte e +
 // 127, an all-zero group has 127), values to the nearest of 0 .5 1 1.5 2 3 4 6 (ties to the even code), saturating. Low
-// nibble = even input index. w [out,in] F32, in % 32 == 0; packed [out,in/2] U8; scale [out,in/32] U8; dequantized
-// [out,in] F32.
+// nibble = even input index.  A group with a NaN or infinity has byte 255 and unpacks to NaN. w [out,in] F32, in % 32
+// == 0; packed [out,in/2] U8; scale [out,in/32] U8; dequantized [out,in] F32.
 void mxfp4_pack(Stream& s, Tensor packed, Tensor scale, Tensor w);
 void mxfp4_unpack(Stream& s, Tensor dequantized, Tensor packed, Tensor scale);
 void mxfp4_fake_quantize(Stream& s, Tensor dequantized, Tensor w);  // straight-through: gradients pass unchanged

@@ -4,9 +4,10 @@
 // quantile (K3).  For each token i and expert j the bias that would just put j at the token's cutoff is
 //   r_ij = alpha_i - s_ij.   The next bias of j is the (k/E)-quantile of r_.j over the global batch, minus its mean
 //   over j.  Estimated from integer counts: `bins` uniform bins over [min b - 1, max b + 1], b the bias of this step:
-//     bin(r) = floor((r - lo) * per_unit) clamped to [0, bins-1],  lo = min b - 1,  per_unit = bins / (max b - min b + 2)
-//   in fp32, so that counts of any sharding add up to the same integers.  Solve in fp64: n = sum of the expert's counts,
-//   q = n k / E, beta = first bin with cumulative count >= ceil(q),
+//     bin(r) = floor((r - lo) * per_unit) clamped to [0, bins-1],  lo = min b - 1,  per_unit = bins / (max b - min b +
+//     2)
+//   in fp32, so that counts of any sharding add up to the same integers.  Solve in fp64: n = sum of the expert's
+//   counts, q = n k / E, beta = first bin with cumulative count >= ceil(q),
 //     b_hat = lo + (beta + clip((q - before)/here, 0, 1)) / per_unit;   an expert without counts keeps its bias
 //   b' = b + gain (b_hat - b), then minus the mean, rounded to fp32 once.
 // exact.  -b_hat_j = the (q+1)-th largest s_ij - alpha_i, q = floor(n k / E), by selection instead of counts.

@@ -95,11 +95,32 @@ bool fits(const Field& f, const JsonValue& v) {
   return false;
 }
 
+// The JSON kind of one value (an element, for lists).
+JsonValue::Kind kind_wanted(const Field& f) {
+  switch (f.kind) {
+    case Field::Kind::boolean:
+      return JsonValue::Kind::boolean;
+    case Field::Kind::integer:
+    case Field::Kind::integers:
+    case Field::Kind::number:
+      return JsonValue::Kind::number;
+    case Field::Kind::string:
+    case Field::Kind::strings:
+    case Field::Kind::choice:
+      return JsonValue::Kind::string;
+    case Field::Kind::any:
+      break;
+  }
+  return JsonValue::Kind::object;
+}
+
 [[noreturn]] void refuse_value(const Field& f, const Draft& d, const JsonValue& v, const std::string& which) {
+  const bool whole_list = which.empty() && (f.kind == Field::Kind::integers || f.kind == Field::Kind::strings);
+  const JsonValue::Kind wanted = whole_list ? JsonValue::Kind::array : kind_wanted(f);
   std::string what = text(which, "is ", v.brief());
   if (v.kind == JsonValue::Kind::string && v.scalar.get<std::string>().empty()) {
     what += " (empty)";
-  } else if (v.kind != JsonValue::Kind::null) {
+  } else if (v.kind != JsonValue::Kind::null && v.kind != wanted) {
     what += " (" + v.kind_name() + ")";
   }
   what += "; expected: " + f.type_text();

@@ -107,23 +107,36 @@ JsonValue override_tree(const std::string& argument) {
 
 // ---- tree to values
 
-[[noreturn]] void refuse_unknown(const std::string& path, const std::string& section, const JsonMember& m,
-                                 const Draft& d) {
-  std::string known;
+// The keys that `section` ("" is the top level) takes.
+std::vector<std::string> keys_of(const std::string& section) {
+  std::vector<std::string> keys;
   for (const Field& f : fields()) {
-    if (f.section() == section && f.role == Field::Role::effective) known += (known.empty() ? "" : ", ") + f.leaf();
+    if (f.section() == section && f.role == Field::Role::effective) keys.push_back(f.leaf());
   }
   for (const Section& s : sections()) {
     const size_t dot = s.path.rfind('.');
     const std::string parent = dot == std::string::npos ? "" : s.path.substr(0, dot);
-    if (parent == section) known += (known.empty() ? "" : ", ") + s.path.substr(dot + 1);
+    if (parent == section) keys.push_back(s.path.substr(dot + 1));
   }
+  return keys;
+}
+
+[[noreturn]] void refuse_unknown(const std::string& path, const std::string& section, const JsonMember& m,
+                                 const Draft& d) {
+  constexpr size_t kShortList = 12;  // a longer one would hide the nearest key that stands before it
   const std::string nearest = nearest_path(path);
   std::string hint = nearest.empty() ? "" : " Did you mean " + d.shown(nearest) + "?";
   if (m.key == "text_config") hint = " This is a whole published config.json: paste what its text_config holds.";
-  throw ConfigError(text(m.origin.text(), ": ", d.shown(path), " is not a field.", hint, " ",
-                         section.empty() || d.shown(section + ".").empty() ? "The top level" : d.shown(section),
-                         " has: ", known, "."));
+  const std::vector<std::string> keys = keys_of(section);
+  if (!hint.empty() && keys.size() > kShortList) {
+    hint += " `kestrel config --explain " + section + "` lists all.";
+  } else {
+    const bool top = section.empty() || d.shown(section + ".").empty();
+    hint += (top ? " The top level" : " " + d.shown(section)) + " has: ";
+    for (size_t i = 0; i < keys.size(); ++i) hint += (i > 0 ? ", " : "") + keys[i];
+    hint += ".";
+  }
+  throw ConfigError(text(m.origin.text(), ": ", d.shown(path), " is not a field.", hint));
 }
 
 void walk(const JsonValue& object, const std::string& section, Draft& d) {

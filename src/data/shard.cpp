@@ -7,7 +7,6 @@
 #include "kernels/core/parallel.h"
 #include "src/checkpoint/hash.h"
 #include "src/checkpoint/safetensors.h"
-#include "src/data/hash.h"
 
 namespace kestrel {
 namespace {
@@ -23,22 +22,19 @@ void read_as(const void* tokens, int64_t first, int64_t count, int32_t* out) {
   }
 }
 
+constexpr int64_t kBlock = 1 << 14;  // tokens of a scanned block
+
 struct Piece {
   uint32_t max = 0;
-  int64_t position = 0;
   uint64_t hash = 0;
 };
 
-Piece scan_block(const int32_t* tokens, int64_t first, int64_t count) {
+Piece scan_block(const int32_t* tokens, int64_t count) {
   Piece p;
   for (int64_t i = 0; i < count; ++i) p.max = std::max(p.max, static_cast<uint32_t>(tokens[i]));
-  for (int64_t i = 0; i < count; ++i) {
-    if (static_cast<uint32_t>(tokens[i]) == p.max) {
-      p.position = first + i;
-      break;
-    }
-  }
-  p.hash = hash_bytes(tokens, static_cast<size_t>(count) * sizeof(int32_t));
+  Xxh64 hash;
+  hash.update(tokens, static_cast<size_t>(count) * sizeof(int32_t));
+  p.hash = hash.digest();
   return p;
 }
 
@@ -66,21 +62,19 @@ void Shard::read(int64_t first, int64_t count, int32_t* out) const {
 }
 
 Shard::Scan Shard::scan() const {
-  constexpr int64_t kBlock = 1 << 14;
   std::vector<Piece> pieces(static_cast<size_t>((size_ + kBlock - 1) / kBlock));
   parallel_pieces(size_, kBlock, [&](int64_t begin, int64_t end) {
     int32_t block[kBlock];
     read(begin, end - begin, block);
-    pieces[static_cast<size_t>(begin / kBlock)] = scan_block(block, begin, end - begin);
+    pieces[static_cast<size_t>(begin / kBlock)] = scan_block(block, end - begin);
   });
-  Scan result{-1, 0, 0};
   Xxh64 hash;
-  for (const Piece& p : pieces) {
-    if (static_cast<int64_t>(p.max) > result.max_id) result.max_id = p.max, result.max_position = p.position;
-    hash.update(&p.hash, sizeof p.hash);
-  }
-  result.hash = hash.digest();
-  return result;
+  for (const Piece& p : pieces) hash.update(&p.hash, sizeof p.hash);
+  const auto largest =
+      std::max_element(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.max < b.max; });
+  int64_t position = (largest - pieces.begin()) * kBlock;
+  while (static_cast<uint32_t>(token(position)) != largest->max) ++position;
+  return {static_cast<int64_t>(largest->max), position, hash.digest()};
 }
 
 void write_shard(const std::string& path, const ShardContents& c) {

@@ -54,10 +54,13 @@ std::span<const float> Decoder::feed(std::span<const int32_t> tokens) {
   const int64_t n = static_cast<int64_t>(tokens.size());
   if (n == 0) throw DataError("nothing to decode from: the prompt is empty. Give at least one token.");
   if (length_ + n > max_tokens_) {
-    throw DataError(text("the sequence would grow to ", length_ + n, " tokens, the decoder was made for ", max_tokens_, ". Generate fewer tokens or shorten the prompt."));
+    throw DataError(text("the sequence would grow to ", length_ + n, " tokens, the decoder was made for ", max_tokens_,
+                         ". Generate fewer tokens or shorten the prompt."));
   }
   for (int32_t id : tokens) {
-    if (id < 0 || id >= model_.config().vocab_size) throw DataError(text("token id ", id, " is outside the model's vocabulary [0, ", model_.config().vocab_size, ")"));
+    if (id < 0 || id >= model_.config().vocab_size)
+      throw DataError(
+          text("token id ", id, " is outside the model's vocabulary [0, ", model_.config().vocab_size, ")"));
   }
   Stream s(*arena_);
   for (int64_t i = 0; i < n; i += kChunk) {
@@ -91,7 +94,8 @@ void Decoder::run(Stream& s, std::span<const int32_t> tokens) {
     ScratchScope scope(s);
     const MicroBatch batch{Tensor::of(tokens.data(), {1, T}), {}, {}};
     const Tensor x = model_.forward(pass, batch, [&](size_t i, Tensor out, Tensor in) { mix(pass, out, in, i); });
-    gemm(s, Tensor::of(logits_.data(), {1, model_.config().vocab_size}), x.slice(T - 1, 1), Trans::no, model_.head()->w, Trans::yes);
+    gemm(s, Tensor::of(logits_.data(), {1, model_.config().vocab_size}), x.slice(T - 1, 1), Trans::no, model_.head()->w,
+         Trans::yes);
   }
   s.arena->release_keep(mark);
 }

@@ -1,7 +1,8 @@
 // Token-by-token decoding: a new token costs one token's work, whatever came before.
 //
-// Per KDA layer a state [H,K,K] and the last W-1 convolution inputs; per MLA layer the normalised latents and the shared keys of
-// all tokens so far (c + rope numbers a token). Routing uses the frozen bias.  One sequence at a time, fp32 on the CPU.
+// Per KDA layer a state [H,K,K] and the last W-1 convolution inputs; per MLA layer the normalised latents and the
+// shared keys of all tokens so far (c + rope numbers a token). Routing uses the frozen bias.  One sequence at a time,
+// fp32 on the CPU.
 #pragma once
 
 #include <memory>
@@ -29,8 +30,8 @@ class Decoder {
   void mix(const Pass& pass, Tensor out, Tensor x, size_t sublayer);
 
   struct LayerState {
-    Tensor state, history;     // KDA
-    Tensor latent, k_shared;   // MLA
+    Tensor state, history;    // KDA
+    Tensor latent, k_shared;  // MLA
   };
   Model& model_;
   int64_t max_tokens_, length_ = 0;

@@ -24,13 +24,15 @@ void from_checkpoint(InferenceModel& m, const LoadedCheckpoint& c) {
   m.source = c.dir;
   m.step = c.step;
   const auto state = parse_json_strict(c.train_state_json, c.dir + "/train_state.json");
-  if (!state.contains("config")) throw DataError(text(c.dir, ": train_state.json holds no config. It was not written by kestrel train."));
+  if (!state.contains("config"))
+    throw DataError(text(c.dir, ": train_state.json holds no config. It was not written by kestrel train."));
   m.run = parse_run_config(state["config"].dump(), c.dir + "/train_state.json");
   m.config = m.run->model;
   make_model(m);
   for (const NamedTensor& t : weights_of(m.model->parameters())) {
     const Tensor in = c.tensor(t.name);
-    if (in.dtype != DType::f32 || in.numel() != t.tensor.numel()) throw DataError(text(c.dir, ": tensor \"", t.name, "\" is ", in.describe(), ", expected ", t.tensor.describe()));
+    if (in.dtype != DType::f32 || in.numel() != t.tensor.numel())
+      throw DataError(text(c.dir, ": tensor \"", t.name, "\" is ", in.describe(), ", expected ", t.tensor.describe()));
     std::memcpy(t.tensor.data, in.data, static_cast<size_t>(in.bytes()));
   }
 }
@@ -63,11 +65,14 @@ InferenceModel load_model(const std::string& path, const std::optional<std::stri
     if (!found) {
       std::string why;
       for (const std::string& r : rejected) why += "\n  " + r;
-      throw DataError(text(path, ": no good checkpoint in ", run.checkpoint.dir, why, "\nTrain first, or name a checkpoint folder."));
+      throw DataError(text(path, ": no good checkpoint in ", run.checkpoint.dir, why,
+                           "\nTrain first, or name a checkpoint folder."));
     }
     from_checkpoint(m, *found);
   } else {
-    throw DataError(text(path, " is neither a run directory, nor a checkpoint, nor a directory with model.safetensors and config.json."));
+    throw DataError(
+        text(path,
+             " is neither a run directory, nor a checkpoint, nor a directory with model.safetensors and config.json."));
   }
   std::optional<std::string> file = tokenizer;
   if (!file && m.run && m.run->data.tokenizer) file = m.run->data.tokenizer;
@@ -75,7 +80,8 @@ InferenceModel load_model(const std::string& path, const std::optional<std::stri
   if (!file) return m;
   m.tokenizer = Tokenizer::load(*file);
   if (m.tokenizer->vocab_size() > m.config.vocab_size) {
-    throw DataError(text("the tokenizer ", *file, " has ", m.tokenizer->vocab_size(), " tokens, the model of ", m.source, " only ", m.config.vocab_size, ": it belongs to another model."));
+    throw DataError(text("the tokenizer ", *file, " has ", m.tokenizer->vocab_size(), " tokens, the model of ",
+                         m.source, " only ", m.config.vocab_size, ": it belongs to another model."));
   }
   return m;
 }

@@ -11,7 +11,8 @@
 namespace kestrel {
 
 void check_sampling(const Sampling& s) {
-  if (!(s.temperature >= 0) || !std::isfinite(s.temperature)) throw ConfigError(text("temperature is ", s.temperature, ", it must be 0 (greedy) or more"));
+  if (!(s.temperature >= 0) || !std::isfinite(s.temperature))
+    throw ConfigError(text("temperature is ", s.temperature, ", it must be 0 (greedy) or more"));
   if (s.top_k < 0) throw ConfigError(text("top-k is ", s.top_k, ", it must be 0 (all tokens) or more"));
   if (!(s.top_p > 0 && s.top_p <= 1)) throw ConfigError(text("top-p is ", s.top_p, ", it must lie in (0, 1]"));
 }
@@ -35,7 +36,8 @@ int32_t choose_token(std::span<const float> logits, const Sampling& sampling, in
   std::vector<double> p;
   double sum = 0;
   for (int32_t id : order) {
-    p.push_back(std::exp((static_cast<double>(logits[static_cast<size_t>(id)]) - static_cast<double>(*largest)) / sampling.temperature));
+    p.push_back(std::exp((static_cast<double>(logits[static_cast<size_t>(id)]) - static_cast<double>(*largest)) /
+                         sampling.temperature));
     sum += p.back();
   }
   double kept = 0;

@@ -1,8 +1,8 @@
 // Choosing the next token from logits.
 //
-// temperature 0: the largest logit (the lowest id among equals).  Otherwise softmax(logits / temperature), cut to the top_k largest
-// (0: all) and then to the smallest set whose probability reaches top_p, renormalised.  One draw of a counter-based generator
-// per token: (seed, position) decides it.
+// temperature 0: the largest logit (the lowest id among equals).  Otherwise softmax(logits / temperature), cut to the
+// top_k largest (0: all) and then to the smallest set whose probability reaches top_p, renormalised.  One draw of a
+// counter-based generator per token: (seed, position) decides it.
 #pragma once
 
 #include <cstdint>

@@ -18,10 +18,12 @@ std::vector<int32_t> ids(const SafetensorsFile& file, const std::string& name, i
   return out;
 }
 
-void check_range(const SafetensorsFile& file, const char* name, const std::vector<int32_t>& v, int64_t vocab, bool ignore_allowed) {
+void check_range(const SafetensorsFile& file, const char* name, const std::vector<int32_t>& v, int64_t vocab,
+                 bool ignore_allowed) {
   for (size_t i = 0; i < v.size(); ++i) {
     if ((v[i] >= 0 && v[i] < vocab) || (ignore_allowed && v[i] == kIgnoreTarget)) continue;
-    throw DataError(text(file.path(), ": \"", name, "\" holds id ", v[i], " at position ", i, "; the model's vocabulary is [0, ", vocab,
+    throw DataError(text(file.path(), ": \"", name, "\" holds id ", v[i], " at position ", i,
+                         "; the model's vocabulary is [0, ", vocab,
                          ignore_allowed ? ") (or -100 for no target)" : ")"));
   }
 }
@@ -38,7 +40,8 @@ Evaluation::Evaluation(const ModelConfig& config, const Options& options) : opti
 
 Evaluation::Result Evaluation::run(const SafetensorsFile& input, bool gradients) {
   const Tensor shape = input.tensor("tokens");
-  if (shape.rank != 2 || shape.numel() == 0) throw DataError(text(input.path(), ": \"tokens\" is ", shape.describe(), ", expected [B,T]"));
+  if (shape.rank != 2 || shape.numel() == 0)
+    throw DataError(text(input.path(), ": \"tokens\" is ", shape.describe(), ", expected [B,T]"));
   const int64_t B = shape.dim(0), T = shape.dim(1), V = model_.config().vocab_size;
   const bool segmented = input.has("segment");
   ids_[0] = ids(input, "tokens", B, T);

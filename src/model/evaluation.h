@@ -22,12 +22,13 @@ class Evaluation {
   Model& model() { return model_; }
 
   struct Result {
-    double loss = 0;       // mean nats over targets != -100
+    double loss = 0;  // mean nats over targets != -100
     int64_t targets = 0;
-    Tensor logits;         // [B*T, vocab] F32, valid until the next run
+    Tensor logits;  // [B*T, vocab] F32, valid until the next run
   };
   // input holds `tokens`, `targets` [B,T] and maybe `segment` [B,T] (I32 or I64).  With gradients they lie in the
-  // parameters afterwards: of the mean loss, one micro-batch.  DataError for ids outside the vocabulary or wrong shapes.
+  // parameters afterwards: of the mean loss, one micro-batch.  DataError for ids outside the vocabulary or wrong
+  // shapes.
   Result run(const SafetensorsFile& input, bool gradients);
 
  private:

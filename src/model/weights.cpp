@@ -46,14 +46,18 @@ class Complaints {
 
 void convert(float* out, const SafetensorsFile::Entry& e, int64_t n, const std::string& name) {
   switch (e.dtype) {
-    case DType::f32: std::memcpy(out, e.data, static_cast<size_t>(n) * 4); return;
+    case DType::f32:
+      std::memcpy(out, e.data, static_cast<size_t>(n) * 4);
+      return;
     case DType::bf16:
       for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(static_cast<const bf16*>(e.data)[i]);
       return;
     case DType::f16:
       for (int64_t i = 0; i < n; ++i) out[i] = from_f16(static_cast<const uint16_t*>(e.data)[i]);
       return;
-    default: throw DataError(text("tensor \"", name, "\" is stored as ", name_of(e.dtype), "; weights are read as F32, BF16, F16 or MXFP4"));
+    default:
+      throw DataError(text("tensor \"", name, "\" is stored as ", name_of(e.dtype),
+                           "; weights are read as F32, BF16, F16 or MXFP4"));
   }
 }
 
@@ -66,9 +70,10 @@ bool zero_tail(const SafetensorsFile::Entry& e, int64_t from) {
 
 void unpack_mxfp4(const WeightSource& source, const std::string& name, Tensor out, Complaints& wrong) {
   const Tensor packed = source.tensor(name + "_packed"), scale = source.tensor(name + "_scale");
-  if (packed.dtype != DType::u8 || scale.dtype != DType::u8 || packed.rows() != out.rows() || packed.cols() * 2 != out.cols() ||
-      scale.rows() != out.rows() || scale.cols() * 32 != out.cols()) {
-    wrong.add(text(name, ": MXFP4 pair ", packed.describe(), " and ", scale.describe(), " does not hold ", out.describe()));
+  if (packed.dtype != DType::u8 || scale.dtype != DType::u8 || packed.rows() != out.rows() ||
+      packed.cols() * 2 != out.cols() || scale.rows() != out.rows() || scale.cols() * 32 != out.cols()) {
+    wrong.add(
+        text(name, ": MXFP4 pair ", packed.describe(), " and ", scale.describe(), " does not hold ", out.describe()));
     return;
   }
   Arena none(Device::cpu, 0);
@@ -95,8 +100,8 @@ void load_weights(ParameterStore& store, const WeightSource& source) {
       return;
     }
     const auto& e = source.entry(p.name);
-    const bool padded = p.shape.size() == 1 && e.shape.size() == 1 && p.name.ends_with(".A_log") && e.shape[0] > p.shape[0] &&
-                        zero_tail(e, p.shape[0]);
+    const bool padded = p.shape.size() == 1 && e.shape.size() == 1 && p.name.ends_with(".A_log") &&
+                        e.shape[0] > p.shape[0] && zero_tail(e, p.shape[0]);
     if (e.shape != p.shape && !padded) {
       wrong.add(text(p.name, ": has shape ", shape_text(e.shape), ", expected ", shape_text(p.shape)));
       return;
@@ -111,7 +116,9 @@ void load_weights(ParameterStore& store, const WeightSource& source) {
 
 std::vector<NamedTensor> weights_of(const ParameterStore& store) {
   std::vector<NamedTensor> out;
-  store.for_each([&](const NamedParameter& p) { out.push_back({p.name, p.rows_of(p.member->block->master), p.shape}); });
+  store.for_each([&](const NamedParameter& p) {
+    out.push_back({p.name, p.rows_of(p.member->block->master), p.shape});
+  });
   return out;
 }
 

@@ -26,15 +26,20 @@ std::vector<std::pair<double, double>> curve(const std::vector<MetricRow>& rows,
   return points;
 }
 
-// Exponential mean over about `window` points; it starts at the first point and passes over those that are not finite.
-std::vector<std::pair<double, double>> smoothed(std::vector<std::pair<double, double>> points, double window) {
-  const double keep = 1 - 1 / window;
-  double mean = std::nan("");
-  for (auto& [x, y] : points) {
-    if (std::isfinite(y)) mean = std::isnan(mean) ? y : keep * mean + (1 - keep) * y;
-    y = mean;
+// Mean over the finite points at most `reach` before and after, fewer at the ends so that the curve does not lag.
+std::vector<std::pair<double, double>> smoothed(const std::vector<std::pair<double, double>>& points, size_t reach) {
+  auto out = points;
+  std::vector<double> sum{0}, count{0};  // of the finite points before each
+  for (const auto& [x, y] : points) {
+    sum.push_back(sum.back() + (std::isfinite(y) ? y : 0));
+    count.push_back(count.back() + (std::isfinite(y) ? 1 : 0));
   }
-  return points;
+  for (size_t i = 0; i < points.size(); ++i) {
+    const size_t r = std::min({reach, i, points.size() - 1 - i});
+    const double n = count[i + r + 1] - count[i - r];
+    out[i].second = n > 0 ? (sum[i + r + 1] - sum[i - r]) / n : std::nan("");
+  }
+  return out;
 }
 
 std::vector<double> finite_values(const std::vector<MetricRow>& rows, const std::string& field) {
@@ -66,7 +71,7 @@ Chart chart_of(const std::vector<MetricRow>& rows, const std::string& title, con
 
 std::vector<Chart> charts_of(const std::vector<MetricRow>& rows) {
   std::vector<Chart> out{loss_chart(rows)};
-  out.push_back(chart_of(rows, "Learning rate", "lr", kGreen, "lr"));
+  out.push_back(chart_of(rows, "Learning rate", "lr", kGreen, ""));
   Chart norm = chart_of(rows, "Gradient norm", "grad_norm", kPurple, "norm");
   const auto values = finite_values(rows, "grad_norm");
   if (!values.empty()) {
@@ -121,7 +126,8 @@ Chart loss_chart(const std::vector<MetricRow>& rows) {
   const auto train = curve(rows, "loss");
   const bool noisy = train.size() >= 50;
   c.series.push_back({noisy ? "" : "train", train, kBlue, noisy ? 1. : 1.6, noisy ? 0.3 : 1.});
-  if (noisy) c.series.push_back({"train (smoothed)", smoothed(train, 10), kBlue, 2});
+  if (noisy)
+    c.series.push_back({"train (smoothed)", smoothed(train, std::max<size_t>(5, train.size() / 100)), kBlue, 2});
   const auto validation = curve(rows, "val_loss");
   if (!validation.empty()) c.series.push_back({"validation", validation, kOrange, 2, 1, validation.size() <= 60});
   return c;

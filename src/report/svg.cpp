@@ -11,7 +11,7 @@
 namespace kestrel {
 namespace {
 
-constexpr double kLeft = 64, kRight = 16, kTop = 40, kBottom = 46;
+constexpr double kLeft = 70, kRight = 16, kTop = 40, kBottom = 46;
 constexpr const char* kFont = "font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, sans-serif\"";
 
 struct Range {
@@ -33,11 +33,12 @@ std::string px(double v) {
   return s;
 }
 
-std::string tick_text(double v) {
-  const double a = std::fabs(v);
-  if (a >= 10000) return count_text(v);
+// `largest` is that of the axis: its marks share one notation.
+std::string tick_text(double v, double largest) {
+  if (v == 0) return "0";
+  if (largest >= 10000) return count_text(v);
   char out[32];
-  std::snprintf(out, sizeof out, a != 0 && a < 0.001 ? "%.1e" : "%.4g", v);
+  std::snprintf(out, sizeof out, largest < 0.01 ? "%.1e" : "%.4g", v);
   return out;
 }
 
@@ -101,8 +102,10 @@ class Plot {
   // Values at which the y axis is marked, as scaled.
   std::vector<std::pair<double, std::string>> y_ticks() const {
     std::vector<std::pair<double, std::string>> out;
+    const double largest =
+        c_.log_y ? std::pow(10., y_range_.high) : std::max(std::fabs(y_range_.low), std::fabs(y_range_.high));
     const auto add = [&](double v, double scaled_v) {
-      if (scaled_v >= y_range_.low && scaled_v <= y_range_.high) out.emplace_back(scaled_v, tick_text(v));
+      if (scaled_v >= y_range_.low && scaled_v <= y_range_.high) out.emplace_back(scaled_v, tick_text(v, largest));
     };
     if (c_.log_y) {
       const bool few_decades = y_range_.high - y_range_.low < 2.5;
@@ -128,7 +131,7 @@ class Plot {
     for (double v : round_ticks(x_range_.low, x_range_.high, 7)) {
       if (v < x_range_.low || v > x_range_.high) continue;
       svg += rule(at_x(v), bottom, at_x(v), bottom + 4, "#9aa3af");
-      svg += label(at_x(v), bottom + 17, "middle", 11, "#55606e", tick_text(v));
+      svg += label(at_x(v), bottom + 17, "middle", 11, "#55606e", tick_text(v, std::fabs(x_range_.high)));
     }
     svg += rule(kLeft, bottom, right, bottom, "#9aa3af");
     svg += label((kLeft + right) / 2, c_.height - 10., "middle", 12, "#55606e", c_.x_label);
@@ -213,7 +216,8 @@ std::vector<double> round_ticks(double low, double high, int count) {
   const double m = rough / power;
   const double step = (m < 1.5 ? 1 : m < 3.5 ? 2 : m < 7.5 ? 5 : 10) * power;
   std::vector<double> out;
-  for (double k = std::ceil(low / step - 1e-9); k * step <= high + 1e-9 * step; ++k) out.push_back(k * step);
+  for (double k = std::ceil(low / step - 1e-9); k * step <= high + 1e-9 * step; ++k)
+    out.push_back(k * step + 0.);  // no -0
   return out;
 }
 

@@ -129,15 +129,17 @@ Plan plan_run(const RunConfig& c) {
 
 std::string plan_text(const RunConfig& c, const Plan& p) {
   std::ostringstream o;
-  o << "model        " << c.model.num_hidden_layers << " layers (" << c.model.num_kda_layers() << " KDA, " << c.model.num_full_attention_layers()
-    << " MLA; " << c.model.num_moe_layers() << " MoE, " << c.model.num_dense_layers() << " dense), width " << c.model.hidden_size << "\n"
-    << "parameters   " << parameters(p.total) << " total, " << parameters(p.active) << " active per token (embedding look-up not counted), "
-    << parameters(p.routed) << " in routed experts\n"
-    << "FLOPs/token  " << human(p.flops()) << " forward and backward at T = " << c.data.sequence_length << " (matrices " << human(p.flops_matrices)
-    << ", attention " << human(p.flops_attention) << ", KDA " << human(p.flops_kda) << ")\n"
-    << "step         " << p.tokens_per_step << " tokens, " << human(p.flops() * static_cast<double>(p.tokens_per_step)) << "FLOP\n"
-    << "memory       one rank, nothing sharded, micro-batch " << c.train.micro_batch_size << " x " << c.data.sequence_length << ", recompute "
-    << to_string(c.train.recompute) << ", CPU back end in fp32\n";
+  o << "model        " << c.model.num_hidden_layers << " layers (" << c.model.num_kda_layers() << " KDA, "
+    << c.model.num_full_attention_layers() << " MLA; " << c.model.num_moe_layers() << " MoE, "
+    << c.model.num_dense_layers() << " dense), width " << c.model.hidden_size << "\n"
+    << "parameters   " << parameters(p.total) << " total, " << parameters(p.active)
+    << " active per token (embedding look-up not counted), " << parameters(p.routed) << " in routed experts\n"
+    << "FLOPs/token  " << human(p.flops()) << " forward and backward at T = " << c.data.sequence_length << " (matrices "
+    << human(p.flops_matrices) << ", attention " << human(p.flops_attention) << ", KDA " << human(p.flops_kda) << ")\n"
+    << "step         " << p.tokens_per_step << " tokens, " << human(p.flops() * static_cast<double>(p.tokens_per_step))
+    << "FLOP\n"
+    << "memory       one rank, nothing sharded, micro-batch " << c.train.micro_batch_size << " x "
+    << c.data.sequence_length << ", recompute " << to_string(c.train.recompute) << ", CPU back end in fp32\n";
   for (const auto& [purpose, b] : p.bytes) {
     char line[96];
     std::snprintf(line, sizeof line, "  %-28s %12.3f GiB\n", purpose.c_str(), static_cast<double>(b) / (1 << 30));
@@ -150,8 +152,10 @@ std::string plan_text(const RunConfig& c, const Plan& p) {
 
 std::string plan_json(const Plan& p) {
   nlohmann::ordered_json j;
-  j["parameters"] = {{"total", p.total}, {"active", p.active}, {"embedding", p.embedding}, {"routed_experts", p.routed}};
-  j["flops_per_token"] = {{"total", p.flops()}, {"matrices", p.flops_matrices}, {"attention", p.flops_attention}, {"kda", p.flops_kda}};
+  j["parameters"] = {
+      {"total", p.total}, {"active", p.active}, {"embedding", p.embedding}, {"routed_experts", p.routed}};
+  j["flops_per_token"] = {
+      {"total", p.flops()}, {"matrices", p.flops_matrices}, {"attention", p.flops_attention}, {"kda", p.flops_kda}};
   j["tokens_per_step"] = p.tokens_per_step;
   j["bytes"] = p.bytes;
   j["total_bytes"] = p.total_bytes();

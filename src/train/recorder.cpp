@@ -18,7 +18,8 @@ std::string make_run_directory(const std::string& dir) {
   std::error_code error;
   std::filesystem::create_directories(dir, error);
   if (error || access(dir.c_str(), W_OK) != 0) {
-    throw DataError(text("cannot write to the run directory ", dir, ": ", error ? error.message() : std::strerror(errno),
+    throw DataError(text("cannot write to the run directory ", dir, ": ",
+                         error ? error.message() : std::strerror(errno),
                          ". Choose another log.dir, or make this one writable."));
   }
   return dir;
@@ -39,10 +40,12 @@ Recorder::Recorder(const RunConfig& config, int64_t resumed_step, int64_t total_
       metrics_(config.log.dir + "/metrics.jsonl", resumed_step),
       progress_("train", total_steps, resumed_step) {
   write_file(config.log.dir + "/config.json", to_json(config));
-  if (config.log.tensorboard) tensorboard_ = std::make_unique<TensorBoardWriter>(config.log.dir + "/tensorboard", resumed_step);
+  if (config.log.tensorboard)
+    tensorboard_ = std::make_unique<TensorBoardWriter>(config.log.dir + "/tensorboard", resumed_step);
 }
 
-void Recorder::start(const std::string& description, const std::string& resumed_from, const std::vector<std::string>& rejected) {
+void Recorder::start(const std::string& description, const std::string& resumed_from,
+                     const std::vector<std::string>& rejected) {
   log_.info("Kestrel: run directory ", config_.log.dir, "\n", description);
   for (const std::string& r : rejected) log_.warn("checkpoint not used: ", r);
   if (!resumed_from.empty()) log_.info("resuming from ", resumed_from);
@@ -52,27 +55,37 @@ void Recorder::step(const StepRecord& r) {
   if (!any_step_) first_loss_ = r.loss;
   any_step_ = true;
   last_loss_ = r.loss;
-  std::string note = "loss " + format("%.4f", r.loss) + " | lr " + format("%.2e", r.lr) + " | grad norm " + format("%.3f", r.grad_norm);
+  std::string note = "loss " + format("%.4f", r.loss) + " | lr " + format("%.2e", r.lr) + " | grad norm " +
+                     format("%.3f", r.grad_norm);
   if (!r.violation.empty()) note += " | max violation " + format("%.2f", r.max_violation);
   note += " | " + count_text(r.tokens_per_s) + " tokens/s" + last_eval_;
   progress_.update(r.step, note);
-  if (r.skipped) log_.warn("step ", r.step, ": loss ", r.loss, ", gradient norm ", r.grad_norm, ": the update was not applied");
+  if (r.skipped)
+    log_.warn("step ", r.step, ": loss ", r.loss, ", gradient norm ", r.grad_norm, ": the update was not applied");
   if (r.step % config_.log.every != 0 && r.step != total_ && !r.skipped) return;
 
-  MetricLine line{{"step", r.step},       {"tokens", r.tokens},   {"loss", r.loss},
-                  {"lr", r.lr},           {"grad_norm", r.grad_norm}, {"step_ms", r.step_ms},
+  MetricLine line{{"step", r.step},
+                  {"tokens", r.tokens},
+                  {"loss", r.loss},
+                  {"lr", r.lr},
+                  {"grad_norm", r.grad_norm},
+                  {"step_ms", r.step_ms},
                   {"tokens_per_s", r.tokens_per_s}};
   if (!r.violation.empty()) {
     line.emplace_back("max_violation", r.max_violation);
     line.emplace_back("balance", r.violation);
   }
-  if (config_.model.balancing.method == BalancingConfig::Method::aux_loss) line.emplace_back("aux_loss", r.auxiliary_loss);
+  if (config_.model.balancing.method == BalancingConfig::Method::aux_loss)
+    line.emplace_back("aux_loss", r.auxiliary_loss);
   if (config_.optimizer.qk_clip) line.emplace_back("clipped_heads", r.clipped_heads);
   line.emplace_back("skipped", r.skipped);
   metrics_.write(line);
   if (tensorboard_) {
-    tensorboard_->write(r.step, {{"train/loss", r.loss}, {"train/lr", r.lr}, {"train/grad_norm", r.grad_norm},
-                                 {"train/tokens_per_s", r.tokens_per_s}, {"train/max_violation", r.max_violation}});
+    tensorboard_->write(r.step, {{"train/loss", r.loss},
+                                 {"train/lr", r.lr},
+                                 {"train/grad_norm", r.grad_norm},
+                                 {"train/tokens_per_s", r.tokens_per_s},
+                                 {"train/max_violation", r.max_violation}});
   }
 }
 
@@ -85,11 +98,14 @@ void Recorder::evaluation(const EvalRecord& r) {
   }
   line.emplace_back("val_targets", r.targets);
   metrics_.write(line);
-  if (tensorboard_) tensorboard_->write(r.step, {{"validation/loss", r.loss}, {"validation/bits_per_byte", r.bits_per_byte}});
+  if (tensorboard_)
+    tensorboard_->write(r.step, {{"validation/loss", r.loss}, {"validation/bits_per_byte", r.bits_per_byte}});
   log_.info("step ", r.step, last_eval_.substr(2));
 }
 
-void Recorder::checkpoint(int64_t step, const std::string& dir) { log_.info("step ", step, ": checkpoint in ", dir); }
+void Recorder::checkpoint(int64_t step, const std::string& dir) {
+  log_.info("step ", step, ": checkpoint in ", dir);
+}
 
 void Recorder::finish(bool complete, int signal, int64_t step) {
   progress_.finish();
@@ -98,8 +114,11 @@ void Recorder::finish(bool complete, int signal, int64_t step) {
               "; saved. Start the same command again to go on.");
     return;
   }
-  if (!any_step_) log_.info("the run was complete already: step ", step, " of ", total_, ". Raise train.steps to go on.");
-  if (any_step_) log_.info("done: loss ", format("%.4f", first_loss_), " -> ", format("%.4f", last_loss_), " over ", total_, " steps", last_eval_);
+  if (!any_step_)
+    log_.info("the run was complete already: step ", step, " of ", total_, ". Raise train.steps to go on.");
+  if (any_step_)
+    log_.info("done: loss ", format("%.4f", first_loss_), " -> ", format("%.4f", last_loss_), " over ", total_,
+              " steps", last_eval_);
   write_report(config_.log.dir);
   log_.info("report: ", config_.log.dir, "/report.html");
 }

@@ -1,5 +1,5 @@
-// What a run leaves behind for its reader: the run directory (config.json, log.txt, metrics.jsonl, report.html, TensorBoard
-// events) and the lines on the console.
+// What a run leaves behind for its reader: the run directory (config.json, log.txt, metrics.jsonl, report.html,
+// TensorBoard events) and the lines on the console.
 #pragma once
 
 #include <memory>

@@ -28,6 +28,8 @@ StopSignal::~StopSignal() {
   for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &previous[i], nullptr);
 }
 
-int StopSignal::received() const { return received_signal; }
+int StopSignal::received() const {
+  return received_signal;
+}
 
 }  // namespace kestrel

@@ -35,8 +35,11 @@ std::string TrainState::to_json() const {
   j["skipped"] = skipped;
   j["skipped_in_a_row"] = skipped_in_a_row;
   j["model_hash"] = model_hash;
-  j["data"] = {{"fingerprint", data_fingerprint}, {"sequence_length", sequence_length}, {"global_batch_size", global_batch_size},
-               {"seed", data_seed}, {"shuffle", shuffle}};
+  j["data"] = {{"fingerprint", data_fingerprint},
+               {"sequence_length", sequence_length},
+               {"global_batch_size", global_batch_size},
+               {"seed", data_seed},
+               {"shuffle", shuffle}};
   j["optimizer_type"] = optimizer_type;
   j["model"] = ordered_json::parse(model_json);
   j["config"] = ordered_json::parse(config_json);
@@ -47,7 +50,8 @@ TrainState TrainState::from_json(const std::string& content, const std::string& 
   const json j = parse_json_strict(content, where);
   TrainState s;
   try {
-    if (j.at("format").get<int>() != kFormat) throw DataError(text(where, ": train state of format ", j.at("format").dump(), ", this program reads ", kFormat));
+    if (j.at("format").get<int>() != kFormat)
+      throw DataError(text(where, ": train state of format ", j.at("format").dump(), ", this program reads ", kFormat));
     s.step = j.at("step");
     s.updates = j.at("updates");
     s.tokens = j.at("tokens");
@@ -64,18 +68,21 @@ TrainState TrainState::from_json(const std::string& content, const std::string& 
     s.shuffle = d.at("shuffle");
     s.optimizer_type = j.at("optimizer_type");
   } catch (const json::exception& e) {
-    throw DataError(text(where, ": train_state.json lacks a field or has one of another type (", e.what(), "). It was not written by this program."));
+    throw DataError(text(where, ": train_state.json lacks a field or has one of another type (", e.what(),
+                         "). It was not written by this program."));
   }
   return s;
 }
 
-void check_resumable(const TrainState& saved, const TrainState& run, int64_t total_steps, const std::string& checkpoint) {
+void check_resumable(const TrainState& saved, const TrainState& run, int64_t total_steps,
+                     const std::string& checkpoint) {
   const std::string fresh = " To start over instead, choose another checkpoint.dir or set checkpoint.resume=never.";
   if (saved.model_hash != run.model_hash) {
     std::string list;
     int count = 0;
     differences(json::parse(saved.model_json), json::parse(run.model_json), "model.", &list, &count);
-    throw DataError(text(checkpoint, " is a checkpoint of another model: ", count, " field(s) differ", list, count > 5 ? "\n  ..." : "", "\nUse the run file it was made with.", fresh));
+    throw DataError(text(checkpoint, " is a checkpoint of another model: ", count, " field(s) differ", list,
+                         count > 5 ? "\n  ..." : "", "\nUse the run file it was made with.", fresh));
   }
   const auto same = [&](const char* field, const auto& there, const auto& here) {
     if (there == here) return;
@@ -88,11 +95,14 @@ void check_resumable(const TrainState& saved, const TrainState& run, int64_t tot
   same("data.shuffle", saved.shuffle, run.shuffle);
   same("training data of fingerprint", saved.data_fingerprint, run.data_fingerprint);
   if (saved.optimizer_type != run.optimizer_type) {
-    throw DataError(text(checkpoint, " holds the state of optimizer.type=", saved.optimizer_type, ", this run uses ", run.optimizer_type,
-                         ": their moments are not interchangeable. To go on from its weights alone, export them (kestrel export-hf) and set train.init_from."));
+    throw DataError(text(checkpoint, " holds the state of optimizer.type=", saved.optimizer_type, ", this run uses ",
+                         run.optimizer_type,
+                         ": their moments are not interchangeable. To go on from its weights alone, export them "
+                         "(kestrel export-hf) and set train.init_from."));
   }
   if (saved.step > total_steps) {
-    throw ConfigError(text(checkpoint, " is at step ", saved.step, ", beyond this run's ", total_steps, " steps. Raise train.steps, or set checkpoint.resume=never."));
+    throw ConfigError(text(checkpoint, " is at step ", saved.step, ", beyond this run's ", total_steps,
+                           " steps. Raise train.steps, or set checkpoint.resume=never."));
   }
 }
 

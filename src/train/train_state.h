@@ -1,4 +1,5 @@
-// What a checkpoint says beside its tensors: enough to go on exactly where the run stopped, and to refuse another run's.
+// What a checkpoint says beside its tensors: enough to go on exactly where the run stopped, and to refuse another
+// run's.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +10,10 @@
 namespace kestrel {
 
 struct TrainState {
-  int64_t step = 0;      // steps done, skipped ones included: the next step has this 0-based index
-  int64_t updates = 0;   // updates applied (AdamW's bias correction)
-  int64_t tokens = 0;    // tokens seen
-  int64_t skipped = 0;   // steps whose update was not applied
+  int64_t step = 0;     // steps done, skipped ones included: the next step has this 0-based index
+  int64_t updates = 0;  // updates applied (AdamW's bias correction)
+  int64_t tokens = 0;   // tokens seen
+  int64_t skipped = 0;  // steps whose update was not applied
   int64_t skipped_in_a_row = 0;
   // Identity of the run.  The schedule, the logging and the number of steps may change between runs; these may not.
   std::string model_hash;
@@ -27,8 +28,9 @@ struct TrainState {
   static TrainState from_json(const std::string& json, const std::string& where);  // DataError
 };
 
-// Throws when a checkpoint's state cannot be continued by this run: another model (DataError, names the differing fields), other
-// data or another sampler (DataError), or a step beyond the run's end (ConfigError).
-void check_resumable(const TrainState& saved, const TrainState& run, int64_t total_steps, const std::string& checkpoint);
+// Throws when a checkpoint's state cannot be continued by this run: another model (DataError, names the differing
+// fields), other data or another sampler (DataError), or a step beyond the run's end (ConfigError).
+void check_resumable(const TrainState& saved, const TrainState& run, int64_t total_steps,
+                     const std::string& checkpoint);
 
 }  // namespace kestrel

@@ -23,11 +23,15 @@ namespace {
 constexpr int64_t kSkipsBeforeStop = 3;
 
 MicroBatch view(const Batch& b) {
-  const auto cut = [&](const std::vector<int32_t>& v) { return v.empty() ? Tensor{} : Tensor::of(v.data(), {b.rows, b.sequence_length}); };
+  const auto cut = [&](const std::vector<int32_t>& v) {
+    return v.empty() ? Tensor{} : Tensor::of(v.data(), {b.rows, b.sequence_length});
+  };
   return {cut(b.tokens), cut(b.targets), cut(b.segment)};
 }
 
-int64_t valid_targets(const Batch& b) { return std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != kIgnoreTarget; }); }
+int64_t valid_targets(const Batch& b) {
+  return std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != kIgnoreTarget; });
+}
 
 double milliseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
@@ -37,7 +41,8 @@ double milliseconds_since(std::chrono::steady_clock::time_point start) {
 
 Trainer::Trainer(const RunConfig& config) : config_(config), total_steps_(config.total_steps()) {
   if (config_.train.device == TrainConfig::DeviceChoice::cuda) {
-    throw DeviceError("train.device is \"cuda\", but this build has the CPU back end only. Set train.device to \"auto\" or \"cpu\".");
+    throw DeviceError(
+        "train.device is \"cuda\", but this build has the CPU back end only. Set train.device to \"auto\" or \"cpu\".");
   }
   open_data();
   build_model();
@@ -51,26 +56,31 @@ void Trainer::open_data() {
   if (config_.data.tokenizer) {
     const Tokenizer tokenizer = Tokenizer::load(*config_.data.tokenizer);
     if (tokenizer.vocab_size() > config_.model.vocab_size) {
-      throw ConfigError(text("the tokenizer ", *config_.data.tokenizer, " has ", tokenizer.vocab_size(), " tokens, model.vocab_size is ",
-                             config_.model.vocab_size, ". Raise model.vocab_size to at least the tokenizer's."));
+      throw ConfigError(text("the tokenizer ", *config_.data.tokenizer, " has ", tokenizer.vocab_size(),
+                             " tokens, model.vocab_size is ", config_.model.vocab_size,
+                             ". Raise model.vocab_size to at least the tokenizer's."));
     }
     fingerprint = tokenizer.fingerprint();
   }
   const int64_t T = config_.data.sequence_length;
   train_data_ = std::make_unique<TokenDataset>(config_.data.train, T, config_.model.vocab_size, fingerprint);
   if (!config_.data.validation.empty()) {
-    validation_data_ = std::make_unique<TokenDataset>(config_.data.validation, T, config_.model.vocab_size, fingerprint);
+    validation_data_ =
+        std::make_unique<TokenDataset>(config_.data.validation, T, config_.model.vocab_size, fingerprint);
   }
   if (config_.model.document_mask && !train_data_->knows_documents()) {
-    throw DataError("model.document_mask is on, but the training shards do not say where documents begin (no document_starts, no eos_id). "
-                    "Build them with kestrel data build, or turn the mask off.");
+    throw DataError(
+        "model.document_mask is on, but the training shards do not say where documents begin (no document_starts, no "
+        "eos_id). "
+        "Build them with kestrel data build, or turn the mask off.");
   }
   SamplerParams sampler;
   sampler.global_batch_size = config_.train.global_batch_size;
   sampler.shuffle = config_.data.shuffle;
   sampler.seed = static_cast<uint64_t>(config_.data.seed);
-  loader_ = std::make_unique<BatchLoader>(*train_data_, sampler, config_.train.micro_batch_size,
-                                          MicroRange{0, config_.train.global_batch_size / config_.train.micro_batch_size});
+  loader_ =
+      std::make_unique<BatchLoader>(*train_data_, sampler, config_.train.micro_batch_size,
+                                    MicroRange{0, config_.train.global_batch_size / config_.train.micro_batch_size});
 }
 
 void Trainer::build_model() {
@@ -79,10 +89,12 @@ void Trainer::build_model() {
   model_->parameters().allocate(device, DType::f32, /*gradients=*/true);
   optimizer_ = std::make_unique<Optimizer>(model_->parameters(), config_.optimizer, device);
   pass_.recompute = config_.train.recompute;
-  pass_.batch_share = static_cast<double>(config_.train.micro_batch_size) / static_cast<double>(config_.train.global_batch_size);
+  pass_.batch_share =
+      static_cast<double>(config_.train.micro_batch_size) / static_cast<double>(config_.train.global_batch_size);
 
   const bool track = optimizer_->clips_heads();
-  state_memory_ = std::make_unique<Arena>(device, planned_bytes(device, [&](Stream& s) { model_->allocate_state(*s.arena, track); }));
+  state_memory_ = std::make_unique<Arena>(
+      device, planned_bytes(device, [&](Stream& s) { model_->allocate_state(*s.arena, track); }));
   model_->allocate_state(*state_memory_, track);
 
   // One arena for all steps: a training pass, an evaluation and the update are run over a planner.
@@ -120,8 +132,8 @@ void Trainer::resume() {
     if (config_.checkpoint.resume == Resume::must) {
       std::string why;
       for (const std::string& r : rejected_) why += "\n  " + r;
-      throw DataError(text("checkpoint.resume is \"must\", but ", config_.checkpoint.dir, " holds no good checkpoint.", why,
-                           "\nPoint checkpoint.dir at the run to continue, or set checkpoint.resume=auto."));
+      throw DataError(text("checkpoint.resume is \"must\", but ", config_.checkpoint.dir, " holds no good checkpoint.",
+                           why, "\nPoint checkpoint.dir at the run to continue, or set checkpoint.resume=auto."));
     }
   }
   if (config_.train.init_from) {
@@ -137,7 +149,8 @@ void Trainer::restore(const LoadedCheckpoint& checkpoint) {
   const auto copy = [&](const std::string& name, Tensor out) {
     const Tensor in = checkpoint.tensor(name);
     if (in.dtype != out.dtype || in.numel() != out.numel()) {
-      throw DataError(text(checkpoint.dir, ": tensor \"", name, "\" is ", in.describe(), ", expected ", out.describe()));
+      throw DataError(
+          text(checkpoint.dir, ": tensor \"", name, "\" is ", in.describe(), ", expected ", out.describe()));
     }
     std::memcpy(out.data, in.data, static_cast<size_t>(out.bytes()));
   };
@@ -155,7 +168,9 @@ void Trainer::restore(const LoadedCheckpoint& checkpoint) {
 void Trainer::save() {
   if (saved_step_ == state_.step) return;
   std::vector<NamedTensor> tensors = weights_of(model_->parameters());
-  optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>& shape, Tensor t) { tensors.push_back({name, t, shape}); });
+  optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>& shape, Tensor t) {
+    tensors.push_back({name, t, shape});
+  });
   CheckpointPolicy policy;
   policy.keep = config_.checkpoint.keep;
   policy.keep_every = config_.checkpoint.keep_every;
@@ -187,7 +202,8 @@ void Trainer::record_balance(StepResult& r) {
       most = std::max<int64_t>(most, load.i32()[e]);
       total += load.i32()[e];
     }
-    r.violation.push_back(total > 0 ? static_cast<double>(most * load.numel()) / static_cast<double>(total) - 1.0 : 0.0);
+    r.violation.push_back(total > 0 ? static_cast<double>(most * load.numel()) / static_cast<double>(total) - 1.0
+                                    : 0.0);
     r.max_violation = std::max(r.max_violation, r.violation.back());
     if (layer->balancer().auxiliary()) r.auxiliary_loss += static_cast<double>(layer->balancer().auxiliary().f32()[0]);
   }
@@ -271,9 +287,10 @@ ExitCode Trainer::run() {
     recorder_->step(record);
 
     if (state_.skipped_in_a_row >= kSkipsBeforeStop) {
-      throw DivergedError(text("loss or gradient norm was not finite in ", kSkipsBeforeStop, " steps in a row, the last one step ", step,
-                               ". Their updates were not applied; the newest checkpoint is from before them. Lower schedule.peak_lr, "
-                               "lengthen schedule.warmup_steps, or look at the data of these steps."));
+      throw DivergedError(text(
+          "loss or gradient norm was not finite in ", kSkipsBeforeStop, " steps in a row, the last one step ", step,
+          ". Their updates were not applied; the newest checkpoint is from before them. Lower schedule.peak_lr, "
+          "lengthen schedule.warmup_steps, or look at the data of these steps."));
     }
     if (evaluates && (step % config_.eval.every == 0 || step == total_steps_)) {
       const EvalResult e = evaluate();
@@ -298,9 +315,11 @@ std::string Trainer::description() const {
   s += text("data         ", train_data_->rows(), " training rows of ", config_.data.sequence_length, " tokens (",
             train_data_->tokens(), " tokens)");
   if (validation_data_) s += text(", ", validation_data_->rows(), " validation rows");
-  s += text("\nrun          ", total_steps_, " steps of ", config_.train.global_batch_size, " rows in micro-batches of ",
-            config_.train.micro_batch_size, ", ",
-            static_cast<double>(total_steps_ * config_.train.global_batch_size) / static_cast<double>(train_data_->rows()), " epochs\n");
+  s += text(
+      "\nrun          ", total_steps_, " steps of ", config_.train.global_batch_size, " rows in micro-batches of ",
+      config_.train.micro_batch_size, ", ",
+      static_cast<double>(total_steps_ * config_.train.global_batch_size) / static_cast<double>(train_data_->rows()),
+      " epochs\n");
   return s;
 }
 

@@ -1,8 +1,8 @@
 // The training loop.
 //
-// A step: the global batch in micro-batches, each forward and backward, gradients summed; global norm and clip; one optimizer
-// update; the balance biases of the next step.  A step whose loss or gradient norm is not finite is recorded and its update
-// is not applied; three of them in a row stop the run (exit code 5).
+// A step: the global batch in micro-batches, each forward and backward, gradients summed; global norm and clip; one
+// optimizer update; the balance biases of the next step.  A step whose loss or gradient norm is not finite is recorded
+// and its update is not applied; three of them in a row stop the run (exit code 5).
 #pragma once
 
 #include <memory>
@@ -32,8 +32,8 @@ class Trainer {
 
   struct StepResult {
     double loss = 0, auxiliary_loss = 0, lr = 0, grad_norm = 0;
-    double max_violation = 0;             // worst layer's max load / mean load - 1
-    std::vector<double> violation;        // per MoE layer
+    double max_violation = 0;       // worst layer's max load / mean load - 1
+    std::vector<double> violation;  // per MoE layer
     int64_t clipped_heads = 0;
     bool skipped = false;
   };

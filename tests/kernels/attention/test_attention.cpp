@@ -23,9 +23,17 @@ struct Case {
   AttentionDims d;
   Buffer q, k, v, d_o, o, lse, dq, dk, dv, max_logit;
   explicit Case(const AttentionDims& dims)
-      : d(dims), q({d.B * d.T, d.H * d.Dqk}), k({d.B * d.T, d.H * d.Dqk}), v({d.B * d.T, d.H * d.Dv}),
-        d_o({d.B * d.T, d.H * d.Dv}), o({d.B * d.T, d.H * d.Dv}), lse({d.B, d.H, d.T}), dq({d.B * d.T, d.H * d.Dqk}),
-        dk({d.B * d.T, d.H * d.Dqk}), dv({d.B * d.T, d.H * d.Dv}), max_logit({d.H}) {}
+      : d(dims),
+        q({d.B * d.T, d.H * d.Dqk}),
+        k({d.B * d.T, d.H * d.Dqk}),
+        v({d.B * d.T, d.H * d.Dv}),
+        d_o({d.B * d.T, d.H * d.Dv}),
+        o({d.B * d.T, d.H * d.Dv}),
+        lse({d.B, d.H, d.T}),
+        dq({d.B * d.T, d.H * d.Dqk}),
+        dk({d.B * d.T, d.H * d.Dqk}),
+        dv({d.B * d.T, d.H * d.Dv}),
+        max_logit({d.H}) {}
   void run(Tensor start = {}) {
     CpuStream s(kArena);
     for (int64_t h = 0; h < d.H; ++h) max_logit[h] = -1e30f;
@@ -38,8 +46,12 @@ struct Case {
 struct Naive {
   Buffer o, lse, dq, dk, dv, max_logit;
   Naive(const Case& c, const int32_t* start)
-      : o({c.o->dim(0), c.o->dim(1)}), lse({c.d.B, c.d.H, c.d.T}), dq({c.q->dim(0), c.q->dim(1)}),
-        dk({c.q->dim(0), c.q->dim(1)}), dv({c.o->dim(0), c.o->dim(1)}), max_logit({c.d.H}) {
+      : o({c.o->dim(0), c.o->dim(1)}),
+        lse({c.d.B, c.d.H, c.d.T}),
+        dq({c.q->dim(0), c.q->dim(1)}),
+        dk({c.q->dim(0), c.q->dim(1)}),
+        dv({c.o->dim(0), c.o->dim(1)}),
+        max_logit({c.d.H}) {
     for (int64_t h = 0; h < c.d.H; ++h) max_logit[h] = -1e30f;
     for (int64_t b = 0; b < c.d.B; ++b) {
       for (int64_t h = 0; h < c.d.H; ++h) head(c, start, b, h);
@@ -142,7 +154,8 @@ void compare(const Case& c, const int32_t* start, const std::string& what) {
   EXPECT_LE(relative_error(c.max_logit, want.max_logit), 2e-6) << what;
   // with one visible key dq and dk are pure rounding: measured against the size of dv instead
   const double unit = std::sqrt(static_cast<double>(c.q->numel()));
-  for (auto [got, ref] : {std::pair<const Buffer*, const Buffer*>{&c.dq, &want.dq}, {&c.dk, &want.dk}, {&c.dv, &want.dv}}) {
+  for (auto [got, ref] :
+       {std::pair<const Buffer*, const Buffer*>{&c.dq, &want.dq}, {&c.dk, &want.dk}, {&c.dv, &want.dv}}) {
     double error = 0, norm = 0;
     for (int64_t i = 0; i < (*got)->numel(); ++i) {
       error += std::pow(double{(*got)[i]} - double{(*ref)[i]}, 2);
@@ -236,7 +249,8 @@ TEST(Attention, ColumnBlocks) {
   EXPECT_EQ(relative_error(dk, c.dk), 0);
   EXPECT_EQ(relative_error(dv, c.dv), 0);
   for (int64_t r = 0; r < 140; ++r) {
-    for (int64_t col : {12, 13, 26, 29, 40, 49}) EXPECT_TRUE(std::isnan(grad[r * 50 + col])) << "written between blocks";
+    for (int64_t col : {12, 13, 26, 29, 40, 49})
+      EXPECT_TRUE(std::isnan(grad[r * 50 + col])) << "written between blocks";
   }
 }
 
@@ -253,7 +267,8 @@ TEST(Attention, DocumentsDoNotSeeEachOther) {
   for (int64_t t = 0; t < 192; ++t) start->i32()[t] = t < 100 ? 0 : 100;
   a.run(start);
   b.run(start);
-  for (auto [x, y] : {std::pair<const Buffer*, const Buffer*>{&a.o, &b.o}, {&a.dq, &b.dq}, {&a.dk, &b.dk}, {&a.dv, &b.dv}}) {
+  for (auto [x, y] :
+       {std::pair<const Buffer*, const Buffer*>{&a.o, &b.o}, {&a.dq, &b.dq}, {&a.dk, &b.dk}, {&a.dv, &b.dv}}) {
     EXPECT_EQ(std::memcmp(x->f() + 100 * 16, y->f() + 100 * 16, 92 * 16 * sizeof(float)), 0);
     EXPECT_NE(std::memcmp(x->f(), y->f(), 100 * 16 * sizeof(float)), 0);
   }

@@ -127,8 +127,16 @@ struct Batch {
   int64_t N, E, k;
   Buffer logits, bias, cutoff, load, index, weight, score;
   Batch(int64_t n, int64_t e, int64_t k_, uint64_t seed)
-      : N(n), E(e), k(k_), logits({n, e}), bias({e}), cutoff({n}), load({e}, DType::i32), index({n, k_}, DType::i32),
-        weight({n, k_}), score({n, k_}) {
+      : N(n),
+        E(e),
+        k(k_),
+        logits({n, e}),
+        bias({e}),
+        cutoff({n}),
+        load({e}, DType::i32),
+        index({n, k_}, DType::i32),
+        weight({n, k_}),
+        score({n, k_}) {
     logits.normal(seed);
     bias.normal(seed + 1, 0.1f);
   }

@@ -46,8 +46,8 @@ Routing top_k(int64_t experts, int64_t k, bool renormalize = true, float scaling
 }
 
 TEST(Router, EqualsAStableSortOfTheBiasedScores) {
-  for (auto [E, k] : {std::pair<int64_t, int64_t>{1, 1}, {2, 1}, {2, 2}, {7, 3}, {64, 8}, {65, 64}, {128, 8}, {130, 1},
-                      {896, 16}}) {
+  for (auto [E, k] :
+       {std::pair<int64_t, int64_t>{1, 1}, {2, 1}, {2, 2}, {7, 3}, {64, 8}, {65, 64}, {128, 8}, {130, 1}, {896, 16}}) {
     const int64_t N = 70;  // more than one piece of rows, not a multiple
     Buffer logits({N, E}), bias({E});
     logits.normal(1 + static_cast<uint64_t>(E));
@@ -226,7 +226,7 @@ TEST(Router, ThresholdFiresAboveZeroUpToTheCap) {
   CpuStream s(kArena);
   route_forward(s, r, got.index, got.weight, got.score, {}, got.load, logits, bias);
   EXPECT_EQ(got.id(0, 0), 4);
-  EXPECT_EQ(got.id(0, 1), 3);  // expert 0 fires too, but the cap is two
+  EXPECT_EQ(got.id(0, 1), 3);   // expert 0 fires too, but the cap is two
   EXPECT_EQ(got.id(1, 0), -1);  // a biased score of exactly zero does not fire
   EXPECT_EQ(got.weight[2], 0.f);
   EXPECT_EQ(got.id(2, 0), 1);
@@ -254,8 +254,8 @@ double weight_loss(const Routing& r, const std::vector<double>& logits, const Ro
 }
 
 TEST(Router, BackwardEqualsFiniteDifferences) {
-  for (const Routing& r : {top_k(7, 3, true, 2.5f), top_k(7, 3, false, 2.5f), top_k(5, 5), Routing{6, 2, 4, true, true, 1.f},
-                           Routing{6, 2, 3, true, false, 1.f}}) {
+  for (const Routing& r : {top_k(7, 3, true, 2.5f), top_k(7, 3, false, 2.5f), top_k(5, 5),
+                           Routing{6, 2, 4, true, true, 1.f}, Routing{6, 2, 3, true, false, 1.f}}) {
     const int64_t N = 5, E = r.experts;
     Buffer logits({N, E}), bias({E}), dweight({N, r.slots}), dlogits({N, E});
     logits.normal(5, 2.f);

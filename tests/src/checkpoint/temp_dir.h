@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -15,8 +16,11 @@ namespace kestrel::test {
 
 class TempDir {
  public:
-  TempDir() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "kestrel-test-XXXXXX").string();
+  enum class Where { disk, memory };  // memory: for tests that write thousands of files, where the system has it
+  explicit TempDir(Where where = Where::disk) {
+    std::filesystem::path parent = std::filesystem::temp_directory_path();
+    if (where == Where::memory && access("/dev/shm", W_OK) == 0) parent = "/dev/shm";
+    std::string pattern = (parent / "kestrel-test-XXXXXX").string();
     if (!mkdtemp(pattern.data())) throw std::runtime_error("no temporary folder");
     path_ = pattern;
   }

@@ -227,7 +227,7 @@ TEST(Checkpoint, DamageFallsBackToTheOlderOneAndSaysWhy) {
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(c.what);
-    TempDir dir;
+    TempDir dir(TempDir::Where::memory);
     const std::string root = dir.path();
     save(root, 10);
     save(root, 20);
@@ -250,7 +250,7 @@ TEST(Checkpoint, DamageFallsBackToTheOlderOneAndSaysWhy) {
 
 // Every single byte of every file, changed: never taken for good, never a crash.
 TEST(Checkpoint, NoFlippedByteGoesUnnoticed) {
-  TempDir dir;
+  TempDir dir(TempDir::Where::memory);
   save(dir.path(), 1);
   const std::string step = dir.path("step_00000001");
   const State s(1);

@@ -142,7 +142,7 @@ TEST(Safetensors, RefusesOffsetsThatDoNotTile) {
 
 // Every prefix of a file is refused, and so is, or reads safely, every file with a byte changed.
 TEST(Safetensors, SurvivesTruncationAndFlippedBytes) {
-  TempDir dir;
+  TempDir dir(TempDir::Where::memory);
   test::Buffer a({3}), b({5}, DType::u8);
   a.normal(1);
   b.zero();

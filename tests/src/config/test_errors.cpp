@@ -10,8 +10,11 @@ std::string refusal_with(const std::string& from, const std::string& to) {
 }
 
 TEST(ConfigErrors, UnknownKeys) {
-  expect_parts(refusal_with("\"hidden_size\"", "\"hidden_sise\""),
-               {"small.json:4: model.hidden_sise is not a field", "Did you mean model.hidden_size?", "vocab_size"});
+  expect_parts(
+      refusal_with("\"hidden_size\"", "\"hidden_sise\""),
+      {"small.json:4: model.hidden_sise is not a field", "Did you mean model.hidden_size?", "--explain model"});
+  expect_parts(refusal_with("\"hidden_size\"", "\"zzzzzzzz\""),
+               {"model.zzzzzzzz is not a field", "model has: vocab_size, "});
   expect_parts(refusal_with("\"head_dim\"", "\"heads_dim\""),
                {"small.json:6: model.linear_attn_config.heads_dim", "Did you mean model.linear_attn_config.head_dim?"});
   expect_parts(refusal_with("\"data\": {", "\"steps\": 3, \"data\": {"),

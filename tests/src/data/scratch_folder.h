@@ -1,7 +1,7 @@
 // A folder of a test's own, gone when the test ends.
 #pragma once
 
-#include <unistd.h>
+#include <stdlib.h>
 
 #include <filesystem>
 #include <fstream>
@@ -15,10 +15,9 @@ namespace kestrel::test {
 class ScratchFolder {
  public:
   ScratchFolder() {
-    const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-    path_ = std::filesystem::temp_directory_path() /
-            (std::string("kestrel_") + info->test_suite_name() + "_" + info->name() + "_" + std::to_string(getpid()));
-    std::filesystem::create_directories(path_);
+    std::string name = (std::filesystem::temp_directory_path() / "kestrel_test_XXXXXX").string();
+    EXPECT_NE(mkdtemp(name.data()), nullptr) << name;
+    path_ = name;
   }
   ~ScratchFolder() {
     std::error_code ignored;

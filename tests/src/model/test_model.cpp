@@ -1,5 +1,5 @@
-// The whole model against the golden fixtures: loss, logits, every gradient, loads; and against itself: recomputation and
-// thread counts change no bit.
+// The whole model against the golden fixtures: loss, logits, every gradient, loads; and against itself: recomputation
+// and thread counts change no bit.
 #include <filesystem>
 #include <fstream>
 #include <omp.h>
@@ -34,7 +34,9 @@ std::string read_text(const std::string& path) {
   return out.str();
 }
 
-std::string folder(const std::string& name) { return std::string(KESTREL_FIXTURES) + "/" + name; }
+std::string folder(const std::string& name) {
+  return std::string(KESTREL_FIXTURES) + "/" + name;
+}
 
 class Golden : public ::testing::TestWithParam<std::string> {};
 
@@ -47,7 +49,8 @@ TEST_P(Golden, LossLogitsAndEveryGradient) {
   load_weights(e.model().parameters(), WeightSource(dir));
   const Evaluation::Result got = e.run(want, /*gradients=*/true);
 
-  // Double-precision goldens against fp32: 1e-6 is ten times what plain fp32 PyTorch reaches, 3e-5 five times, 3e-4 three times.
+  // Double-precision goldens against fp32: 1e-6 is ten times what plain fp32 PyTorch reaches, 3e-5 five times, 3e-4
+  // three times.
   const double loss = *want.tensor("loss").as<double>();
   EXPECT_LE(std::fabs(got.loss - loss) / loss, 1e-6) << got.loss << " " << loss;
   EXPECT_LE(relative_error(got.logits, want.tensor("logits")), 3e-5);
@@ -63,13 +66,17 @@ TEST_P(Golden, LossLogitsAndEveryGradient) {
   for (size_t i = 0; i < e.model().moe_layers().size(); ++i) {
     const Tensor load = e.model().moe_layers()[i]->balancer().load();
     const Tensor golden = want.tensor("load." + e.model().moe_names()[i]);
-    for (int64_t j = 0; j < load.numel(); ++j) EXPECT_EQ(load.i32()[j], golden.i32()[j]) << e.model().moe_names()[i] << " expert " << j;
+    for (int64_t j = 0; j < load.numel(); ++j)
+      EXPECT_EQ(load.i32()[j], golden.i32()[j]) << e.model().moe_names()[i] << " expert " << j;
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Fixtures, Golden, ::testing::ValuesIn(model_fixtures()), [](const auto& p) { return p.param; });
+INSTANTIATE_TEST_SUITE_P(Fixtures, Golden, ::testing::ValuesIn(model_fixtures()),
+                         [](const auto& p) { return p.param; });
 
-TEST(ModelFixtures, AreAllHere) { EXPECT_EQ(model_fixtures().size(), 17u); }
+TEST(ModelFixtures, AreAllHere) {
+  EXPECT_EQ(model_fixtures().size(), 17u);
+}
 
 namespace {
 

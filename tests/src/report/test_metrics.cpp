@@ -82,7 +82,7 @@ TEST(Metrics, LinesAreOnDiskAsSoonAsWritten) {
 }
 
 TEST(Metrics, ResumedFileEqualsTheUninterruptedOne) {
-  TempDir dir;
+  TempDir dir(TempDir::Where::memory);
   write_steps(dir.path("whole"), 0, 20);
   const std::string whole = slurp(dir.path("whole"));
   // Killed after step 17, resumed from each checkpoint there could be.

@@ -49,17 +49,22 @@ inline nlohmann::json golden_run(const std::string& name, const std::string& out
   nlohmann::json run;
   run["model"] = nlohmann::json::parse(read_text(dir + "/config.json"));
   run["model"]["balancing"] = {{"method", "quantile"}, {"bins", h["qb_bins"]}};
-  run["data"] = {{"train", {dir + "/tokens.safetensors"}}, {"validation", {dir + "/tokens.safetensors"}}, {"sequence_length", h["sequence_length"]}, {"shuffle", false}};
+  run["data"] = {{"train", {dir + "/tokens.safetensors"}},
+                 {"validation", {dir + "/tokens.safetensors"}},
+                 {"sequence_length", h["sequence_length"]},
+                 {"shuffle", false}};
   run["train"] = {{"steps", h["total_steps"]},
                   {"global_batch_size", h["micro_batches"].get<int>() * h["micro_batch_size"].get<int>()},
                   {"micro_batch_size", h["micro_batch_size"]},
                   {"device", "cpu"},
                   {"precision", "fp32"},
                   {"init_from", dir}};
-  run["optimizer"] = {{"per_head", h["per_head_muon"]}, {"weight_decay", h["weight_decay"]}, {"grad_clip", h["grad_clip"]},
-                      {"momentum", h["muon_momentum"]}, {"nesterov", h["muon_nesterov"]},   {"beta1", h["adam_beta1"]},
+  run["optimizer"] = {{"per_head", h["per_head_muon"]}, {"weight_decay", h["weight_decay"]},
+                      {"grad_clip", h["grad_clip"]},    {"momentum", h["muon_momentum"]},
+                      {"nesterov", h["muon_nesterov"]}, {"beta1", h["adam_beta1"]},
                       {"beta2", h["adam_beta2"]},       {"eps", h["adam_eps"]}};
-  run["schedule"] = {{"kind", h["schedule"]}, {"peak_lr", h["peak_lr"]}, {"min_lr", h["min_lr"]}, {"warmup_steps", h["warmup_steps"]}};
+  run["schedule"] = {
+      {"kind", h["schedule"]}, {"peak_lr", h["peak_lr"]}, {"min_lr", h["min_lr"]}, {"warmup_steps", h["warmup_steps"]}};
   run["checkpoint"] = {{"every", 0}};
   run["log"] = {{"dir", out}};
   return run;

@@ -25,13 +25,16 @@ TEST_P(GoldenRun, TraceAndFinalWeights) {
       double widest = 0;
       for (MoeLayer* m : trainer.model().moe_layers()) {
         const Tensor b = m->balancer().bias();
-        widest = std::max(widest, static_cast<double>(*std::max_element(b.f32(), b.f32() + b.numel()) - *std::min_element(b.f32(), b.f32() + b.numel())) + 2.0);
+        widest = std::max(widest, static_cast<double>(*std::max_element(b.f32(), b.f32() + b.numel()) -
+                                                      *std::min_element(b.f32(), b.f32() + b.numel())) +
+                                      2.0);
       }
       return widest / 1000;
     };
     last_bias_range = range();
     const auto r = trainer.train_step();
-    // fp32 against float64 over six steps: the bounds leave an order of magnitude above what is seen (1e-6 in the loss).
+    // fp32 against float64 over six steps: the bounds leave an order of magnitude above what is seen (1e-6 in the
+    // loss).
     EXPECT_NEAR(r.loss / trace["loss"][step].get<double>(), 1.0, 1e-5) << step;
     EXPECT_NEAR(r.lr, trace["lr"][step].get<double>(), 1e-12) << step;
     EXPECT_NEAR(r.grad_norm / trace["grad_norm"][step].get<double>(), 1.0, 1e-3) << step;
@@ -53,7 +56,8 @@ TEST_P(GoldenRun, TraceAndFinalWeights) {
   EXPECT_EQ(tensors, static_cast<int64_t>(want.entries().size()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Fixtures, GoldenRun, ::testing::Values("train_per_head_muon", "train_plain_muon"), [](const auto& p) { return p.param; });
+INSTANTIATE_TEST_SUITE_P(Fixtures, GoldenRun, ::testing::Values("train_per_head_muon", "train_plain_muon"),
+                         [](const auto& p) { return p.param; });
 
 TEST(Optimizer, AssignsEveryTensorAsTheGoldenTable) {
   const json table = json::parse(read_text(std::string(KESTREL_FIXTURES) + "/optimizer_table.json"));
@@ -80,16 +84,19 @@ TEST(Optimizer, AssignsEveryTensorAsTheGoldenTable) {
 
 TEST(Schedule, MatchesTheGoldenCurves) {
   const SafetensorsFile want = fixture("schedules");
-  for (const auto& [name, kind, decay] : {std::tuple{"cosine", ScheduleConfig::Kind::cosine, 0}, {"wsd", ScheduleConfig::Kind::wsd, 30}, {"constant", ScheduleConfig::Kind::constant, 0}}) {
+  for (const auto& [name, kind, decay] : {std::tuple{"cosine", ScheduleConfig::Kind::cosine, 0},
+                                          {"wsd", ScheduleConfig::Kind::wsd, 30},
+                                          {"constant", ScheduleConfig::Kind::constant, 0}}) {
     const ScheduleConfig c{kind, 1e-3, 1e-5, 10, decay};
-    for (int64_t i = 0; i < 100; ++i) EXPECT_NEAR(learning_rate(c, i, 100), want.tensor(name).as<double>()[i], 1e-12) << name << " " << i;
+    for (int64_t i = 0; i < 100; ++i)
+      EXPECT_NEAR(learning_rate(c, i, 100), want.tensor(name).as<double>()[i], 1e-12) << name << " " << i;
   }
 }
 
 TEST(Schedule, EdgesOfTheRun) {
   ScheduleConfig c{ScheduleConfig::Kind::cosine, 1e-3, 1e-4, 0, 0};
-  EXPECT_EQ(learning_rate(c, 0, 2), 1e-3);   // no warm-up: starts at the peak
-  EXPECT_EQ(learning_rate(c, 0, 1), 1e-4);   // one step: the last one
+  EXPECT_EQ(learning_rate(c, 0, 2), 1e-3);      // no warm-up: starts at the peak
+  EXPECT_EQ(learning_rate(c, 0, 1), 1e-4);      // one step: the last one
   EXPECT_EQ(learning_rate(c, 500, 100), 1e-4);  // past the end it stays
   c.warmup_steps = 1000;
   EXPECT_GT(learning_rate(c, 0, 2000), 0.0);

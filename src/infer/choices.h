@@ -1,0 +1,31 @@
+// Multiple-choice questions: the answer with the largest log-probability given the context.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "src/data/tokenizer.h"
+#include "src/model/model.h"
+
+namespace kestrel {
+
+struct ChoiceQuestion {
+  std::string context;
+  std::vector<std::string> choices;
+  size_t answer = 0;
+};
+
+// One JSON object per line: {"context": "...", "choices": ["...", ...], "answer": index}.  DataError names the line.
+std::vector<ChoiceQuestion> read_choices(const std::string& path);
+
+struct ChoiceScores {
+  std::vector<double> log_probability;  // nats, summed over the choice's tokens
+  std::vector<double> per_byte;
+  size_t best() const;
+  size_t best_per_byte() const;
+};
+
+// Each choice is scored as the continuation of the context (encoded apart, so the border is a token border).
+ChoiceScores score_choices(Model& model, const Tokenizer& tokenizer, const ChoiceQuestion& question);
+
+}  // namespace kestrel
