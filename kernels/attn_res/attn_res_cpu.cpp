@@ -12,7 +12,8 @@ namespace {
 
 // Everything is done token by token: the S rows of a token are read once from memory and again from cache.
 //
-// The row kernels are not inlined: forward and recompute then run the same instructions and give the same bits.
+// The row kernels are not inlined, so that there is one copy of their arithmetic: forward and recompute, and serial and
+// threaded loops, run the same instructions and give the same bits.
 
 std::vector<Rows> rows_of(const std::vector<Tensor>& v) {
   return {v.begin(), v.end()};
@@ -53,9 +54,9 @@ std::vector<Rows> rows_of(const std::vector<Tensor>& v) {
 }
 
 // Adds one token's part to the source gradients and to du; b, l [S] are scratch.
-void mix_backward_row(const std::vector<Rows>& dsources, float* du, float* b, float* l, const float* dh,
-                      const std::vector<Rows>& sources, int64_t n, const float* alpha, const float* rstd,
-                      const float* u, int64_t D) {
+[[gnu::noinline]] void mix_backward_row(const std::vector<Rows>& dsources, float* du, float* b, float* l,
+                                        const float* dh, const std::vector<Rows>& sources, int64_t n,
+                                        const float* alpha, const float* rstd, const float* u, int64_t D) {
   const size_t S = sources.size();
   float delta = 0.f;
   for (size_t j = 0; j < S; ++j) {

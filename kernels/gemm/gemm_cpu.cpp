@@ -8,8 +8,11 @@
 namespace kestrel {
 namespace {
 
+// OpenBLAS where it was built in, except on machines with AVX-512: there the own product is the faster one (README).
+CpuGemm default_gemm() { return has_openblas() && !cpu::avx512_kernels() ? CpuGemm::openblas : CpuGemm::own; }
+
 std::atomic<CpuGemm>& chosen() {
-  static std::atomic<CpuGemm> g{has_openblas() ? CpuGemm::openblas : CpuGemm::own};
+  static std::atomic<CpuGemm> g{default_gemm()};
   return g;
 }
 

@@ -59,37 +59,65 @@ struct Silu {
   ValueSlope right(float b) const { return {b, 1.f}; }
 };
 
+// The loops over a row are not inlined: parallel_for holds its body twice, serial and threaded, and two copies of the
+// same arithmetic may be contracted into different fused multiply-adds.  One copy has the same bits for any number of
+// threads.
+
 template <class Unit>
-void forward(const Unit unit, const Tensor& y, const Tensor& a, const Tensor& b, const float* row_scale) {
+[[gnu::noinline]] void forward_row(const Unit& unit, float* y, const float* a, const float* b, float p, int64_t F) {
+#pragma omp simd
+  for (int64_t c = 0; c < F; ++c) y[c] = p * unit.value(a[c], b[c]);
+}
+
+// Returns sum dy glu(a, b).
+template <class Unit>
+[[gnu::noinline]] float backward_row(const Unit& unit, float* da, float* db, const float* dy, const float* a,
+                                     const float* b, float p, int64_t F) {
+  float dp = 0.f;
+#pragma omp simd reduction(+ : dp)
+  for (int64_t c = 0; c < F; ++c) {
+    const ValueSlope l = unit.left(a[c]), r = unit.right(b[c]);
+    const float d = dy[c], pd = p * d;
+    dp += d * (l.value * r.value);
+    da[c] = pd * r.value * l.slope;
+    db[c] = pd * l.value * r.slope;
+  }
+  return dp;
+}
+
+[[gnu::noinline]] void gate_row(float* y, const float* o, const float* gate, int64_t D) {
+#pragma omp simd
+  for (int64_t c = 0; c < D; ++c) y[c] = o[c] * sigmoid_f(gate[c]);
+}
+
+[[gnu::noinline]] void gate_backward_row(float* d_o, float* dgate, const float* dy, const float* o, const float* gate,
+                                         int64_t D) {
+#pragma omp simd
+  for (int64_t c = 0; c < D; ++c) {
+    const ValueSlope s = sigmoid_slope(gate[c]);
+    const float d = dy[c], x = o[c];
+    d_o[c] = d * s.value;
+    dgate[c] = d * x * s.slope;
+  }
+}
+
+template <class Unit>
+void forward(const Unit& unit, const Tensor& y, const Tensor& a, const Tensor& b, const float* row_scale) {
   float *out = y.f32(), *left = a.f32(), *right = b.f32();
-  const int64_t F = a.cols();
   parallel_for(a.rows(), [&](int64_t n) {
     const float p = row_scale ? row_scale[n] : 1.f;
-    const float *va = left + n * a.ld, *vb = right + n * b.ld;
-    float* vy = out + n * y.ld;
-#pragma omp simd
-    for (int64_t c = 0; c < F; ++c) vy[c] = p * unit.value(va[c], vb[c]);
+    forward_row(unit, out + n * y.ld, left + n * a.ld, right + n * b.ld, p, a.cols());
   });
 }
 
 template <class Unit>
-void backward(const Unit unit, const Tensor& da, const Tensor& db, float* drow_scale, const Tensor& dy, const Tensor& a,
-              const Tensor& b, const float* row_scale) {
+void backward(const Unit& unit, const Tensor& da, const Tensor& db, float* drow_scale, const Tensor& dy,
+              const Tensor& a, const Tensor& b, const float* row_scale) {
   float *d_left = da.f32(), *d_right = db.f32(), *d_out = dy.f32(), *left = a.f32(), *right = b.f32();
-  const int64_t F = a.cols();
   parallel_for(a.rows(), [&](int64_t n) {
     const float p = row_scale ? row_scale[n] : 1.f;
-    const float *va = left + n * a.ld, *vb = right + n * b.ld, *vd = d_out + n * dy.ld;
-    float *ga = d_left + n * da.ld, *gb = d_right + n * db.ld;
-    float dp = 0.f;
-#pragma omp simd reduction(+ : dp)
-    for (int64_t c = 0; c < F; ++c) {
-      const ValueSlope l = unit.left(va[c]), r = unit.right(vb[c]);
-      const float d = vd[c], pd = p * d;
-      dp += d * (l.value * r.value);
-      ga[c] = pd * r.value * l.slope;
-      gb[c] = pd * l.value * r.slope;
-    }
+    const float dp = backward_row(unit, d_left + n * da.ld, d_right + n * db.ld, d_out + n * dy.ld, left + n * a.ld,
+                                  right + n * b.ld, p, a.cols());
     if (drow_scale) drow_scale[n] = dp;
   });
 }
@@ -109,29 +137,15 @@ void glu_backward(const Glu& glu, const Tensor& da, const Tensor& db, float* dro
 
 void sigmoid_gate_forward(const Tensor& y, const Tensor& o, const Tensor& gate) {
   float *out = y.f32(), *in = o.f32(), *g = gate.f32();
-  const int64_t D = o.cols();
-  parallel_for(o.rows(), [&](int64_t n) {
-    const float *vo = in + n * o.ld, *vg = g + n * gate.ld;
-    float* vy = out + n * y.ld;
-#pragma omp simd
-    for (int64_t c = 0; c < D; ++c) vy[c] = vo[c] * sigmoid_f(vg[c]);
-  });
+  parallel_for(o.rows(), [&](int64_t n) { gate_row(out + n * y.ld, in + n * o.ld, g + n * gate.ld, o.cols()); });
 }
 
 void sigmoid_gate_backward(const Tensor& d_o, const Tensor& dgate, const Tensor& dy, const Tensor& o,
                            const Tensor& gate) {
   float *d_in = d_o.f32(), *d_g = dgate.f32(), *d_out = dy.f32(), *in = o.f32(), *g = gate.f32();
-  const int64_t D = o.cols();
   parallel_for(o.rows(), [&](int64_t n) {
-    const float *vd = d_out + n * dy.ld, *vo = in + n * o.ld, *vg = g + n * gate.ld;
-    float *go = d_in + n * d_o.ld, *gg = d_g + n * dgate.ld;
-#pragma omp simd
-    for (int64_t c = 0; c < D; ++c) {
-      const ValueSlope s = sigmoid_slope(vg[c]);
-      const float d = vd[c], x = vo[c];
-      go[c] = d * s.value;
-      gg[c] = d * x * s.slope;
-    }
+    gate_backward_row(d_in + n * d_o.ld, d_g + n * dgate.ld, d_out + n * dy.ld, in + n * o.ld, g + n * gate.ld,
+                      o.cols());
   });
 }
 

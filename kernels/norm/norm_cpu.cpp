@@ -9,14 +9,18 @@
 namespace kestrel::cpu {
 namespace {
 
-float dot(const float* x, const float* y, int64_t n) {
+// The loops over a row are not inlined: parallel_for holds its body twice, serial and threaded, and two copies of the
+// same arithmetic may be contracted into different fused multiply-adds.  One copy has the same bits for any number of
+// threads and in every operation that uses it.
+
+[[gnu::noinline]] float dot(const float* x, const float* y, int64_t n) {
   float sum = 0.f;
 #pragma omp simd reduction(+ : sum)
   for (int64_t c = 0; c < n; ++c) sum += x[c] * y[c];
   return sum;
 }
 
-float dot3(const float* x, const float* y, const float* z, int64_t n) {
+[[gnu::noinline]] float dot3(const float* x, const float* y, const float* z, int64_t n) {
   float sum = 0.f;
 #pragma omp simd reduction(+ : sum)
   for (int64_t c = 0; c < n; ++c) sum += x[c] * y[c] * z[c];
@@ -29,14 +33,14 @@ float* zeroed_piece(float* partial, int64_t first_row, int64_t cols) {
   return p;
 }
 
-void gated_row(float* y, const float* x, const float* gate, const float* w, float r, int64_t K) {
+[[gnu::noinline]] void gated_row(float* y, const float* x, const float* gate, const float* w, float r, int64_t K) {
 #pragma omp simd
   for (int64_t c = 0; c < K; ++c) y[c] = w[c] * (x[c] * r) * sigmoid_f(gate[c]);
 }
 
 // dx first holds u = w dy sigmoid(gate), whose product with x is needed before any element of dx is known.
-void gated_backward_row(float* dx, float* dgate, float* dw, const float* dy, const float* x, const float* gate,
-                        const float* w, float r, int64_t K) {
+[[gnu::noinline]] void gated_backward_row(float* dx, float* dgate, float* dw, const float* dy, const float* x,
+                                          const float* gate, const float* w, float r, int64_t K) {
   float ux = 0.f;
 #pragma omp simd reduction(+ : ux)
   for (int64_t c = 0; c < K; ++c) {
@@ -52,23 +56,29 @@ void gated_backward_row(float* dx, float* dgate, float* dw, const float* dy, con
   for (int64_t c = 0; c < K; ++c) dx[c] = r * dx[c] - k * x[c];
 }
 
+// dx = rho (dy - k x)
+[[gnu::noinline]] void l2_backward_row(float* dx, const float* dy, const float* x, float rho, float k, int64_t D) {
+#pragma omp simd
+  for (int64_t c = 0; c < D; ++c) dx[c] = rho * (dy[c] - k * x[c]);
+}
+
 float l2_rho(const float* x, int64_t D, float eps) {
   return 1.f / std::sqrt(dot(x, x, D) + eps);
 }
 
 }  // namespace
 
-float rms_rstd(const float* x, int64_t D, float eps) {
+[[gnu::noinline]] float rms_rstd(const float* x, int64_t D, float eps) {
   return 1.f / std::sqrt(dot(x, x, D) / static_cast<float>(D) + eps);
 }
 
-void scale_row(float* y, const float* x, const float* w, float r, int64_t D) {
+[[gnu::noinline]] void scale_row(float* y, const float* x, const float* w, float r, int64_t D) {
 #pragma omp simd
   for (int64_t c = 0; c < D; ++c) y[c] = w[c] * (x[c] * r);
 }
 
-void rms_norm_backward_row(float* dx, float* dw, const float* dy, const float* x, const float* w, float r, int64_t D,
-                           bool add) {
+[[gnu::noinline]] void rms_norm_backward_row(float* dx, float* dw, const float* dy, const float* x, const float* w,
+                                             float r, int64_t D, bool add) {
   const float k = r * r * r * (dot3(w, dy, x, D) / static_cast<float>(D));
   if (add) {
 #pragma omp simd
@@ -155,10 +165,7 @@ void l2_norm_backward(const Tensor& dx, const Tensor& dy, const Tensor& x, float
   parallel_for(x.rows(), [&](int64_t n) {
     const float rho = l2_rho(in[n], D, eps);
     const float k = rho * rho * dot(in[n], d_out[n], D);
-    const float *from = in[n], *d = d_out[n];
-    float* to = d_in[n];
-#pragma omp simd
-    for (int64_t c = 0; c < D; ++c) to[c] = rho * (d[c] - k * from[c]);
+    l2_backward_row(d_in[n], d_out[n], in[n], rho, k, D);
   });
 }
 

@@ -5,8 +5,9 @@
 namespace kestrel {
 namespace {
 
-void require_cpu(const Stream& s) {
+void require_cpu(const Stream& s, const Tensor& x) {
   KESTREL_CHECK(s.device() == Device::cpu, "no ", name_of(s.device()), " back end for short_conv in this build");
+  KESTREL_CHECK(x.dtype == DType::f32, "x is ", x.describe(), ", the CPU computes in F32 only");
 }
 
 void check_input(const cpu::ConvInput& in) {
@@ -28,7 +29,7 @@ void short_conv_forward(Stream& s, int64_t B, int64_t T, Tensor y, Tensor x, Ten
   check_input(in);
   check_matrix("y", y, x.dtype, B * T, x.cols());
   if (s.planning()) return;
-  require_cpu(s);
+  require_cpu(s, x);
   cpu::short_conv_forward(in, y);
 }
 
@@ -43,7 +44,7 @@ void short_conv_backward(Stream& s, int64_t B, int64_t T, Tensor dx, Tensor dwei
   ScratchScope scope(s);
   const Tensor partial = s.temp({cpu::conv_pieces(B, T), weight.cols(), x.cols()});
   if (s.planning()) return;
-  require_cpu(s);
+  require_cpu(s, x);
   cpu::short_conv_backward(in, dx, dweight.f32(), dy, partial.f32());
 }
 

@@ -9,7 +9,8 @@ namespace kestrel::cpu {
 namespace {
 
 // Work is cut into tiles of kConvRowsPerPiece rows and kChannels channels; what a tile needs besides its rows (weights
-// turned to [W, channels], u, du) lives on the stack and stays in the first cache.
+// turned to [W, channels], u, du) lives on the stack and stays in the first cache.  The tile functions are not inlined:
+// parallel_for holds its body twice, serial and threaded, and one copy of the arithmetic has the same bits in both.
 constexpr int64_t kChannels = 128;
 using TileRow = float[kChannels];
 
@@ -81,7 +82,20 @@ class TileInput {
   TileRow weight_[kMaxConvWidth];
 };
 
-void backward_tile(const ConvInput& in, const Tile& tile, const Tensor& dx, const Tensor& dy, float* partial) {
+[[gnu::noinline]] void forward_tile(const ConvInput& in, const Tile& tile, const Tensor& y) {
+  const TileInput input(in, tile);
+  float* out = y.f32() + tile.b * in.T * y.ld + tile.c0;
+  TileRow u;
+  for (int64_t t = tile.first; t < tile.last; ++t) {
+    input.convolve(u, t);
+    float* to = out + t * y.ld;
+#pragma omp simd
+    for (int64_t c = 0; c < tile.channels; ++c) to[c] = silu_f(u[c]);
+  }
+}
+
+[[gnu::noinline]] void backward_tile(const ConvInput& in, const Tile& tile, const Tensor& dx, const Tensor& dy,
+                                     float* partial) {
   const TileInput input(in, tile);
   const int64_t W = in.weight.cols(), C = in.x.cols(), n = tile.channels, row0 = tile.b * in.T;
   float *d_in = dx.f32() + row0 * dx.ld + tile.c0, *d_out = dy.f32() + row0 * dy.ld + tile.c0;
@@ -140,17 +154,7 @@ void add_weight_pieces(float* dweight, const float* partial, int64_t pieces, int
 }  // namespace
 
 void short_conv_forward(const ConvInput& in, const Tensor& y) {
-  float* out = y.f32();
-  for_each_tile(in.B, in.T, in.x.cols(), [&](const Tile& tile) {
-    const TileInput input(in, tile);
-    TileRow u;
-    for (int64_t t = tile.first; t < tile.last; ++t) {
-      input.convolve(u, t);
-      float* to = out + (tile.b * in.T + t) * y.ld + tile.c0;
-#pragma omp simd
-      for (int64_t c = 0; c < tile.channels; ++c) to[c] = silu_f(u[c]);
-    }
-  });
+  for_each_tile(in.B, in.T, in.x.cols(), [&](const Tile& tile) { forward_tile(in, tile, y); });
 }
 
 void short_conv_backward(const ConvInput& in, const Tensor& dx, float* dweight, const Tensor& dy, float* partial) {

@@ -161,9 +161,11 @@ TEST(Glu, BitsDoNotDependOnTheThreadCount) {
       glu_backward(s, Glu{}, part(1), part(2), dp, dy, a, b, p);
       sigmoid_gate_forward(s, part(3), a, b);
       sigmoid_gate_backward(s, part(4), part(5), dy, a, b);
+      glu_forward(s, Glu{Glu::Kind::silu}, part(6), a, b, p);
+      glu_backward(s, Glu{Glu::Kind::silu}, part(7), part(8), {}, dy, a, b, p);
     });
   };
-  Buffer one({6, N, F}), two({6, N, F}), dp_one({N}), dp_two({N});
+  Buffer one({9, N, F}), two({9, N, F}), dp_one({N}), dp_two({N});
   run(1, one, dp_one);
   run(2, two, dp_two);
   EXPECT_TRUE(same_bits(one, two) && same_bits(dp_one, dp_two));

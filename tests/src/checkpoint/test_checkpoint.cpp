@@ -2,6 +2,8 @@
 
 #include <omp.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -341,6 +343,43 @@ TEST(Checkpoint, FullDiskLeavesThePreviousOnes) {
   const auto c = find_checkpoint(root, nullptr);
   ASSERT_TRUE(c);
   expect_state(*c, 10);
+}
+
+// A process that does nothing but save is killed at arbitrary moments: what it had finished saving is there, or newer.
+TEST(Checkpoint, KilledAtAnyMoment) {
+  TempDir dir;
+  const std::string root = dir.path();
+  int64_t newest = -1;
+  for (int round = 0; round < 8; ++round) {
+    int pipe_ends[2];
+    ASSERT_EQ(pipe(pipe_ends), 0);
+    const int64_t start = newest + 1;
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      for (int64_t step = start;; ++step) {
+        save(root, step, {.keep = 2, .shard_bytes = 40});
+        if (write(pipe_ends[1], &step, sizeof step) != sizeof step) _exit(1);
+      }
+    }
+    close(pipe_ends[1]);
+    int64_t reported = -1;
+    // After its first save (or its failure) and a bit more, a different bit each round.
+    ASSERT_EQ(read(pipe_ends[0], &reported, sizeof reported), static_cast<ssize_t>(sizeof reported));
+    usleep(static_cast<useconds_t>(1000 + 1700 * round));
+    kill(child, SIGKILL);
+    ASSERT_EQ(waitpid(child, nullptr, 0), child);
+    while (read(pipe_ends[0], &reported, sizeof reported) == static_cast<ssize_t>(sizeof reported)) {
+    }
+    close(pipe_ends[0]);
+    std::vector<std::string> rejected;
+    const auto c = find_checkpoint(root, &rejected);
+    ASSERT_TRUE(c);
+    EXPECT_TRUE(rejected.empty()) << rejected[0];
+    EXPECT_GE(c->step, reported);
+    expect_state(*c, c->step);
+    newest = c->step;
+  }
 }
 
 TEST(Checkpoint, UnwritableRoot) {

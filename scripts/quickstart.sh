@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: installs what is missing, builds, prepares real text (the King James Bible), trains a
+# tokenizer and a small K3 on two CPU cores, compares it with gzip on the held-out text, and lets it write.
+#
+#     scripts/quickstart.sh                    # about 5 minutes on two cores
+#     scripts/quickstart.sh train.steps=50     # any field of configs/quickstart.json can be overridden
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/packages.sh
+
+say() { printf '\n== %s\n' "$*"; }
+data=runs/data/kjv
+run=runs/quickstart
+started=$SECONDS
+
+say "packages"
+install_packages "${kestrel_build_packages[@]}"
+# The text is optional: prepare_kjv.sh has an excerpt to fall back on, and says so.
+install_packages "${kestrel_text_packages[@]}" || echo "going on with the shipped excerpt"
+
+say "build (CPU back end; log in build/quickstart.log)"
+mkdir -p build
+if ! { cmake --preset cpu -DKESTREL_TESTS=OFF -B build/quickstart && cmake --build build/quickstart --target kestrel; } >build/quickstart.log 2>&1; then
+  tail -n 30 build/quickstart.log
+  echo "the build failed: see build/quickstart.log" >&2
+  exit 1
+fi
+kestrel=build/quickstart/kestrel
+built=$SECONDS
+
+say "text, tokenizer, token shards"
+scripts/prepare_kjv.sh "$data/kjv.txt"
+"$kestrel" tokenizer train --vocab-size 4096 --split-documents blank-line --out "$data/tokenizer.json" --force "$data/kjv.txt"
+"$kestrel" data build --tokenizer "$data/tokenizer.json" --split-documents blank-line --validation-fraction 0.05 \
+  --write-validation-text "$data/validation.txt" --out "$data" --force "$data/kjv.txt"
+prepared=$SECONDS
+
+say "training"
+"$kestrel" train configs/quickstart.json checkpoint.resume=never "$@"
+trained=$SECONDS
+
+say "result"
+metrics=$run/metrics.jsonl
+field() { grep -o "\"$1\":[^,}]*" "$metrics" | cut -d: -f2; }
+first=$(field loss | head -n 1)
+last=$(field loss | tail -n 1)
+bits=$(field val_bits_per_byte | tail -n 1)
+bytes=$(wc -c <"$data/validation.txt")
+packed=$(gzip -9 -c "$data/validation.txt" | wc -c)
+awk -v first="$first" -v last="$last" -v bits="$bits" -v bytes="$bytes" -v packed="$packed" 'BEGIN {
+  printf "training loss            %.4f -> %.4f nats per token\n", first, last
+  printf "held-out text            %d bytes that the model has not seen\n", bytes
+  printf "Kestrel                  %.4f bits per byte\n", bits
+  printf "gzip -9                  %.4f bits per byte\n", 8 * packed / bytes
+}'
+printf 'time                     build %d s, data %d s, training %d s\n' $((built - started)) $((prepared - built)) $((trained - prepared))
+
+say "a sample (kestrel generate $run --prompt ...)"
+"$kestrel" generate "$run" --prompt "And it came to pass" --max-tokens 96 --temperature 0.8 --top-k 50 --seed 1
+
+say "report: $run/report.html   metrics: $metrics   checkpoints: $run/checkpoints"
+awk -v bits="$bits" -v bytes="$bytes" -v packed="$packed" 'BEGIN { exit !(bits < 8 * packed / bytes) }' || {
+  echo "the model did not beat gzip -9 on the held-out text; with overrides that shorten training this is expected" >&2
+}
