@@ -6,8 +6,8 @@
 #     kestrel data build --split-documents blank-line ... OUT.txt
 #
 # The text comes from the program `bible` (Debian and Ubuntu: apt-get install bible-kjv; 4.4 MB, public domain).  Where
-# it is not installed, the first 70 chapters (Genesis and half of Exodus, 276 kB), made by this very script, are copied from
-# tests/fixtures/text/kjv_excerpt.txt; that is enough to try everything, too little for a figure.
+# it is not installed, the first 70 chapters (Genesis and half of Exodus, 276 kB, made by this very script) are copied
+# from tests/fixtures/text/kjv_excerpt.txt; that is enough to try everything, too little for a figure.
 set -euo pipefail
 
 readonly verses=31102
@@ -33,7 +33,8 @@ trap 'rm -f "$raw" "$out.tmp"' EXIT
 bible -f 'Gen1:1-Rev22:21' </dev/null >"$raw"
 found=$(wc -l <"$raw")
 if [[ $found -ne $verses ]]; then
-  echo "prepare_kjv: \`bible\` printed $found verses, expected $verses; its text is incomplete. Reinstall bible-kjv." >&2
+  echo "prepare_kjv: \`bible\` printed $found verses, expected $verses; its text is incomplete." \
+    "Reinstall bible-kjv." >&2
   exit 3
 fi
 if [[ $(sha256sum <"$raw") != "$sha256  -" ]]; then

@@ -5,6 +5,9 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels/core/device.h"
+#include "kernels/core/device_cuda.h"
+
 namespace kestrel {
 namespace {
 
@@ -25,18 +28,36 @@ int64_t bytes_of(std::initializer_list<int64_t> shape, DType dtype) {
   return n;
 }
 
-}  // namespace
-
-Arena::Arena(Device device, int64_t capacity) : device_(device), capacity_(align_up(capacity)) {
-  KESTREL_CHECK(device == Device::cpu, "no ", name_of(device), " arena in this build");
-  void* p = mmap(nullptr, static_cast<size_t>(capacity_ ? capacity_ : kAlignment), PROT_READ | PROT_WRITE,
+char* reserve_host(int64_t bytes) {
+  void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) {
     throw DeviceError(
-        text("cannot reserve ", capacity_, " bytes of host memory for activations: ", std::strerror(errno),
+        text("cannot reserve ", bytes, " bytes of host memory for activations: ", std::strerror(errno),
              ". Lower train.micro_batch_size or data.sequence_length, or set train.recompute to \"block\"."));
   }
-  base_ = static_cast<char*>(p);
+  return static_cast<char*>(p);
+}
+
+char* reserve(Device device, int64_t bytes) {
+  if constexpr (kBuiltWithCuda) {
+    if (device == Device::cuda) return static_cast<char*>(cuda::allocate(bytes, "activations"));
+  }
+  KESTREL_CHECK(device == Device::cpu, "no ", name_of(device), " arena in this build");
+  return reserve_host(bytes);
+}
+
+void give_back(Device device, char* base, int64_t bytes) {
+  if constexpr (kBuiltWithCuda) {
+    if (device == Device::cuda) return cuda::release(base);
+  }
+  munmap(base, static_cast<size_t>(bytes));
+}
+
+}  // namespace
+
+Arena::Arena(Device device, int64_t capacity) : device_(device), capacity_(align_up(capacity)) {
+  base_ = reserve(device, capacity_ ? capacity_ : kAlignment);
   top_ = capacity_;
 }
 
@@ -62,7 +83,7 @@ Arena::Arena(Arena&& o) noexcept
       at_peak_(std::move(o.at_peak_)) {}
 
 Arena::~Arena() {
-  if (base_ && !planning_) munmap(base_, static_cast<size_t>(capacity_ ? capacity_ : kAlignment));
+  if (base_ && !planning_) give_back(device_, base_, capacity_ ? capacity_ : kAlignment);
 }
 
 void* Arena::take(int64_t bytes, bool from_bottom) {

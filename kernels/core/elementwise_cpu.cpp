@@ -1,6 +1,8 @@
 #include <cstring>
 
+#include "kernels/core/device.h"
 #include "kernels/core/elementwise.h"
+#include "kernels/core/elementwise_cuda.h"
 #include "kernels/core/parallel.h"
 
 namespace kestrel {
@@ -20,6 +22,9 @@ void require_cpu(const Stream& s) {
 
 void fill_zero(Stream& s, Tensor t) {
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::fill_zero(s, t);
+  }
   require_cpu(s);
   parallel_pieces(t.rows(), kRowGrain, [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; ++r) std::memset(row_of(t, r), 0, static_cast<size_t>(t.cols() * size_of(t.dtype)));
@@ -29,6 +34,9 @@ void fill_zero(Stream& s, Tensor t) {
 void copy_cast(Stream& s, Tensor out, Tensor in) {
   KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols(), "copy ", in.describe(), " to ", out.describe());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::copy_cast(s, out, in);
+  }
   require_cpu(s);
   const int64_t n = in.cols();
   parallel_pieces(in.rows(), kRowGrain, [&](int64_t a, int64_t b) {
@@ -65,14 +73,18 @@ void add_rows(const Tensor& out, const Tensor& in, T scale) {
 }  // namespace
 
 void add_into(Stream& s, Tensor out, Tensor in, float scale) {
-  KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols() && out.dtype == in.dtype, "add ", in.describe(), " into ", out.describe());
+  KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols() && out.dtype == in.dtype, "add ", in.describe(),
+                " into ", out.describe());
+  KESTREL_CHECK(in.dtype == DType::f32 || (in.dtype == DType::i32 && scale == 1.f), "add of ", in.describe(), " times ",
+                scale, "; integer counts are added unscaled");
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::add_into(s, out, in, scale);
+  }
   require_cpu(s);
   if (in.dtype == DType::i32) {
-    KESTREL_CHECK(scale == 1.f, "integer counts are added unscaled");
     add_rows<int32_t>(out, in, 1);
   } else {
-    KESTREL_CHECK(in.dtype == DType::f32, "add of ", in.describe());
     add_rows<float>(out, in, scale);
   }
 }
@@ -81,6 +93,9 @@ void document_starts(Stream& s, Tensor document_start, Tensor segment) {
   KESTREL_CHECK(segment.rank == 2, "segment is ", segment.describe(), ", expected I32 [B,T]");
   check_matrix("document_start", document_start, DType::i32, segment.rows(), segment.cols());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::document_starts(s, document_start, segment);
+  }
   require_cpu(s);
   const int64_t T = segment.cols();
   for (int64_t b = 0; b < segment.rows(); ++b) {

@@ -4,29 +4,26 @@
 #include <omp.h>
 
 #include <cstdint>
-#include <exception>
 
 namespace kestrel {
 
-// fn(i) for i in [0, n); iterations must be independent.  Serial inside another parallel region.
+// Worth starting threads for.  One loop serves both cases, below: two copies of a body may round differently, since the
+// compiler is free to fuse a multiplication and an addition in one and not in the other.
+inline bool go_parallel(int64_t n) {
+  return n > 1 && !omp_in_parallel() && omp_get_max_threads() > 1;
+}
+
+// fn(i) for i in [0, n); iterations must be independent and must not throw.  Serial inside another parallel region.
 template <class F>
 void parallel_for(int64_t n, F&& fn) {
-  if (n <= 1 || omp_in_parallel() || omp_get_max_threads() == 1) {
-    for (int64_t i = 0; i < n; ++i) fn(i);
-    return;
-  }
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (go_parallel(n))
   for (int64_t i = 0; i < n; ++i) fn(i);
 }
 
 // Same, for iterations of unequal cost.
 template <class F>
 void parallel_for_dynamic(int64_t n, F&& fn) {
-  if (n <= 1 || omp_in_parallel() || omp_get_max_threads() == 1) {
-    for (int64_t i = 0; i < n; ++i) fn(i);
-    return;
-  }
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for schedule(dynamic, 1) if (go_parallel(n))
   for (int64_t i = 0; i < n; ++i) fn(i);
 }
 

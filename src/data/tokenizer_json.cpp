@@ -18,10 +18,9 @@ struct Reader {
   json root;
 
   [[noreturn]] void refuse(const std::string& what) const {
-    throw DataError(
-        text(path, ": ", what,
-             ". Kestrel reads byte-level BPE tokenizers only (README, \"Tokenizers\"); it would encode text "
-             "differently from this file's author, so it is refused."));
+    throw DataError(text(path, ": ", what,
+                         ". Kestrel reads byte-level BPE with the split patterns cl100k and gpt2 and nothing else that "
+                         "changes text; it would encode differently from this file's author, so the file is refused."));
   }
   void allow_keys(const json& object, const std::string& where, std::initializer_list<const char*> allowed) const {
     for (const auto& [key, value] : object.items()) {

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kChunk = 64;
 
 struct Counts {
-  int64_t total = 0, embedding = 0, active = 0, routed = 0, active_matrices = 0;
+  int64_t total = 0, embedding = 0, active = 0, routed = 0;
 };
 
 Counts count(const ModelConfig& c, const Model& model) {
@@ -29,10 +29,8 @@ Counts count(const ModelConfig& c, const Model& model) {
       if (m.count > 1) {
         n.routed += elements;
         n.active += m.rows * b.cols * c.num_experts_per_token;
-        n.active_matrices += m.rows * b.cols * c.num_experts_per_token;
       } else if (!look_up || c.tie_word_embeddings) {
         n.active += elements;
-        if (m.rows > 1 && !b.keep_f32) n.active_matrices += elements;
       }
     }
   }
@@ -98,7 +96,7 @@ int64_t activation_bytes(const RunConfig& c, Model& model, std::map<std::string,
 
 double flops_per_token(const ModelConfig& c, int64_t T) {
   const Model model(c);
-  return 6.0 * static_cast<double>(count(c, model).active_matrices) + attention_flops(c, T) + kda_flops(c);
+  return 6.0 * static_cast<double>(count(c, model).active) + attention_flops(c, T) + kda_flops(c);
 }
 
 int64_t Plan::total_bytes() const {
@@ -115,7 +113,7 @@ Plan plan_run(const RunConfig& c) {
   p.embedding = n.embedding;
   p.active = n.active;
   p.routed = n.routed;
-  p.flops_matrices = 6.0 * static_cast<double>(n.active_matrices);
+  p.flops_parameters = 6.0 * static_cast<double>(n.active);
   p.flops_attention = attention_flops(c.model, c.data.sequence_length);
   p.flops_kda = kda_flops(c.model);
   p.tokens_per_step = c.tokens_per_step();
@@ -134,8 +132,8 @@ std::string plan_text(const RunConfig& c, const Plan& p) {
     << c.model.num_dense_layers() << " dense), width " << c.model.hidden_size << "\n"
     << "parameters   " << parameters(p.total) << " total, " << parameters(p.active)
     << " active per token (embedding look-up not counted), " << parameters(p.routed) << " in routed experts\n"
-    << "FLOPs/token  " << human(p.flops()) << " forward and backward at T = " << c.data.sequence_length << " (matrices "
-    << human(p.flops_matrices) << ", attention " << human(p.flops_attention) << ", KDA " << human(p.flops_kda) << ")\n"
+    << "FLOPs/token  " << human(p.flops()) << " forward and backward at T = " << c.data.sequence_length << " (parameters "
+    << human(p.flops_parameters) << ", attention " << human(p.flops_attention) << ", KDA " << human(p.flops_kda) << ")\n"
     << "step         " << p.tokens_per_step << " tokens, " << human(p.flops() * static_cast<double>(p.tokens_per_step))
     << "FLOP\n"
     << "memory       one rank, nothing sharded, micro-batch " << c.train.micro_batch_size << " x "
@@ -155,7 +153,7 @@ std::string plan_json(const Plan& p) {
   j["parameters"] = {
       {"total", p.total}, {"active", p.active}, {"embedding", p.embedding}, {"routed_experts", p.routed}};
   j["flops_per_token"] = {
-      {"total", p.flops()}, {"matrices", p.flops_matrices}, {"attention", p.flops_attention}, {"kda", p.flops_kda}};
+      {"total", p.flops()}, {"parameters", p.flops_parameters}, {"attention", p.flops_attention}, {"kda", p.flops_kda}};
   j["tokens_per_step"] = p.tokens_per_step;
   j["bytes"] = p.bytes;
   j["total_bytes"] = p.total_bytes();

@@ -14,9 +14,9 @@ struct Plan {
   int64_t embedding = 0;  // of those, the look-up table (0 extra when tied)
   int64_t active = 0;     // used by one token: without the look-up and without experts that are not chosen
   int64_t routed = 0;     // in routed experts
-  // FLOPs of forward and backward per token: 6 per active matrix parameter, causal attention, KDA's products (chunk 64)
-  double flops_matrices = 0, flops_attention = 0, flops_kda = 0;
-  double flops() const { return flops_matrices + flops_attention + flops_kda; }
+  // FLOPs of forward and backward per token: 6 per active parameter, causal attention, KDA's products (chunk 64)
+  double flops_parameters = 0, flops_attention = 0, flops_kda = 0;
+  double flops() const { return flops_parameters + flops_attention + flops_kda; }
   // Bytes on one rank without sharding
   std::map<std::string, int64_t> bytes;
   int64_t total_bytes() const;

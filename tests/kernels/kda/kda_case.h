@@ -88,10 +88,20 @@ struct KdaCase {
       cpu::kda_recurrence_backward(d, inputs(), d_o, d_final_state, grads());
       return *this;
     }
-    CpuStream s(int64_t{1} << 28);
     Buffer saved({kda_saved_elements(d)});
-    kda_forward(s, d, inputs(), o, final_state, saved);
-    kda_backward(s, d, inputs(), saved, d_o, d_final_state, grads());
+    const auto both = [&](Stream& s) {
+      kda_forward(s, d, inputs(), o, final_state, saved);
+      kda_backward(s, d, inputs(), saved, d_o, d_final_state, grads());
+    };
+    Arena plan = Arena::planner(Device::cpu);
+    Stream planning(plan);
+    both(planning);
+    CpuStream s(plan.peak());  // scratch of the planned size and no more, full of NaN
+    {
+      ScratchScope all(s);
+      std::memset((*s).temp({plan.peak() / 4}).data, 0xff, static_cast<size_t>(plan.peak()));
+    }
+    both(s);
     return *this;
   }
 

@@ -68,8 +68,8 @@ class Pair:
 
 
 def random_text(seed, pieces):
-    alphabet = list("aZé7 \n\r\t.'_s-\"") + ["  ", "\n\n", "'ll", "'T", "\u00a0", "\u3000", "世", "٣", "e\u0301", "😀",
-                                             "ſ", "\x00", "\x1c", "\u200b", "ǅ", "\u0345", "ª", "\ufeff", "\U000e0041"]
+    alphabet = list("aZé7 \n\r\t.'_s-\"") + ["  ", "\n\n", "'ll", "'T", "\u00a0", "\u3000", "世", "٣", "e\u0301", "😀"]
+    alphabet += ["ſ", "\x00", "\x1c", "\u200b", "ǅ", "\u0345", "ª", "\ufeff", "\U000e0041"]
     rng = random.Random(seed)
     return "".join(rng.choice(alphabet) for _ in range(pieces))
 
@@ -83,7 +83,8 @@ def border_tokenizer(path, base):
         if number < 256:
             spelled[number] = token
     probes = [ord(c) for c in "x1. '\ns"]
-    pairs = [(p, b) for p in probes for b in range(256)] + [(b, p) for p in probes for b in range(256) if b not in probes]
+    pairs = [(p, b) for p in probes for b in range(256)]
+    pairs += [(b, p) for p in probes for b in range(256) if b not in probes]
     vocab = {token: number for number, token in enumerate(spelled)}
     merges = []
     for a, b in pairs:

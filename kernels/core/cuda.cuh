@@ -1,0 +1,235 @@
+// For kernels: element types, 16-byte accesses, reductions whose order is fixed, activation functions.
+//
+// Kernels are templates on the element type in memory (float or bf16_t) and on V, the elements one thread takes at a
+// time: the host picks the wide V when `wide` says that every pointer, ld and width allows it, and V = 1 otherwise.
+// Arithmetic is in float.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/core/cuda.h"
+#include "kernels/core/tensor.h"
+
+namespace kestrel::cuda {
+
+using bf16_t = __nv_bfloat16;  // the device's view of kestrel::bf16: the same 16 bits
+constexpr int kWarp = 32;
+
+// ---------------------------------------------------------------- element types
+
+// The elements of t, whose dtype must be T's.
+template <class T>
+T* data_of(const Tensor& t) {
+  if constexpr (std::is_same_v<T, bf16_t>) {
+    return reinterpret_cast<bf16_t*>(t.as<bf16>());
+  } else {
+    return t.as<T>();
+  }
+}
+
+template <class T>
+struct Type {
+  using type = T;
+};
+// f(Type<float>{}) or f(Type<bf16_t>{}), by dtype: with_activation(x.dtype, [&](auto e) { using T = typename
+// decltype(e)::type; ... }).
+template <class F>
+void with_activation(DType dtype, F&& f) {
+  if (dtype == DType::f32) return f(Type<float>{});
+  KESTREL_CHECK(dtype == DType::bf16, "activations are F32 or BF16 on CUDA, got ", name_of(dtype));
+  f(Type<bf16_t>{});
+}
+
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float to_float(bf16_t x) {
+  return __bfloat162float(x);
+}
+template <class T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    return __float2bfloat16_rn(x);
+  }
+}
+
+// ---------------------------------------------------------------- wide accesses
+
+// True when rows of t can be read V elements at a time with accesses of up to 16 bytes.  Empty tensors are.
+inline bool wide(const Tensor& t, int V) {
+  if (t.empty()) return true;
+  const int64_t bytes = V * size_of(t.dtype), step = bytes < 16 ? bytes : 16;
+  return reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(step) == 0 && t.cols() % V == 0 &&
+         (t.ld % V == 0 || t.rows() <= 1);
+}
+template <class... Tensors>
+bool all_wide(int V, const Tensors&... t) {
+  return (wide(t, V) && ...);
+}
+
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T v[N];
+};
+template <class T>
+constexpr int kPerAccess = 16 / static_cast<int>(sizeof(T));
+template <class T>
+using Vec16 = Pack<T, kPerAccess<T>>;
+
+enum class Cache { keep, once };  // once: the line will not be read again soon (evict first)
+
+template <Cache cache, class Raw>
+__device__ __forceinline__ Raw load_raw(const Raw* p) {
+  if constexpr (cache == Cache::once) {
+    return __ldcs(p);
+  } else {
+    return *p;
+  }
+}
+template <Cache cache, class Raw>
+__device__ __forceinline__ void store_raw(Raw* p, Raw x) {
+  if constexpr (cache == Cache::once) {
+    __stcs(p, x);
+  } else {
+    *p = x;
+  }
+}
+
+// The unsigned type of an access of `bytes` bytes.
+template <int bytes>
+using Raw = std::conditional_t<
+    bytes == 16, uint4,
+    std::conditional_t<bytes == 8, uint2, std::conditional_t<bytes == 4, unsigned int, unsigned short>>>;
+
+// x[i] = p[i], i < V; V elements in accesses of up to 16 bytes, to which p is aligned.
+template <int V, Cache cache = Cache::keep, class T>
+__device__ __forceinline__ void load(float (&x)[V], const T* p) {
+  constexpr int kBytes = V * static_cast<int>(sizeof(T)) < 16 ? V * static_cast<int>(sizeof(T)) : 16;
+  constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+  union Chunk {
+    Raw<kBytes> raw;
+    T v[kElements];
+    __device__ Chunk() {}
+  };
+#pragma unroll
+  for (int i = 0; i < V / kElements; ++i) {
+    Chunk chunk;
+    chunk.raw = load_raw<cache>(reinterpret_cast<const Raw<kBytes>*>(p) + i);
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) x[i * kElements + j] = to_float(chunk.v[j]);
+  }
+}
+
+// p[i] = x[i] rounded to T, i < V.
+template <int V, Cache cache = Cache::keep, class T>
+__device__ __forceinline__ void store(T* p, const float (&x)[V]) {
+  constexpr int kBytes = V * static_cast<int>(sizeof(T)) < 16 ? V * static_cast<int>(sizeof(T)) : 16;
+  constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+  union Chunk {
+    Raw<kBytes> raw;
+    T v[kElements];
+    __device__ Chunk() {}
+  };
+#pragma unroll
+  for (int i = 0; i < V / kElements; ++i) {
+    Chunk chunk;
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) chunk.v[j] = from_float<T>(x[i * kElements + j]);
+    store_raw<cache>(reinterpret_cast<Raw<kBytes>*>(p) + i, chunk.raw);
+  }
+}
+
+// ---------------------------------------------------------------- reductions
+
+// Over the warp, by a butterfly: every lane gets the same bits.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  return x;
+}
+__device__ __forceinline__ int warp_sum(int x) {
+  return __reduce_add_sync(0xffffffffu, x);
+}
+
+// Over the block, warps in order: every thread gets the same bits.  All threads call it; `shared` holds one float per
+// warp and is free again on return.
+template <int threads>
+__device__ __forceinline__ float block_sum(float x, float* shared) {
+  static_assert(threads % kWarp == 0 && threads <= 1024);
+  x = warp_sum(x);
+  if constexpr (threads == kWarp) return x;
+  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < threads / kWarp; ++w) sum += shared[w];
+  __syncthreads();
+  return sum;
+}
+template <int threads>
+__device__ __forceinline__ float block_max(float x, float* shared) {
+  static_assert(threads % kWarp == 0 && threads <= 1024);
+  x = warp_max(x);
+  if constexpr (threads == kWarp) return x;
+  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  float highest = shared[0];
+#pragma unroll
+  for (int w = 1; w < threads / kWarp; ++w) highest = fmaxf(highest, shared[w]);
+  __syncthreads();
+  return highest;
+}
+
+// ---------------------------------------------------------------- activation functions
+
+// 1 / x within 1 ulp for normal x; 0 for |x| > 2^126.
+__device__ __forceinline__ float reciprocal(float x) {
+  return __fdividef(1.f, x);
+}
+
+// A function and its derivative from one exponential.  Both keep their relative accuracy in the tails, where s (1 - s)
+// formed from the rounded function would be noise.
+struct ValueSlope {
+  float value, slope;
+};
+__device__ __forceinline__ float sigmoid(float x) {
+  return reciprocal(1.f + expf(-x));
+}
+__device__ __forceinline__ ValueSlope sigmoid_slope(float x) {
+  const float e = expf(-fabsf(x)), inverse = reciprocal(1.f + e);
+  return {(x < 0.f ? e : 1.f) * inverse, e * inverse * inverse};
+}
+__device__ __forceinline__ float silu(float x) {
+  return x * sigmoid(x);
+}
+__device__ __forceinline__ ValueSlope silu_slope(float x) {
+  const ValueSlope s = sigmoid_slope(x);
+  return {x * s.value, s.value + x * s.slope};
+}
+// tanh through e^-2|x|; below 1/4, where the difference cancels, its Taylor series.
+__device__ __forceinline__ float tanh_from(float x, float e, float inverse) {
+  const float a = fabsf(x), q = a * a;
+  const float small = a + a * q * (-0.333333333f + q * (0.133333333f + q * (-0.0539682540f + q * 0.0218694885f)));
+  return copysignf(a < 0.25f ? small : (1.f - e) * inverse, x);
+}
+__device__ __forceinline__ float tanh_fast(float x) {
+  const float e = expf(-2.f * fabsf(x));
+  return tanh_from(x, e, reciprocal(1.f + e));
+}
+__device__ __forceinline__ ValueSlope tanh_slope(float x) {
+  const float e = expf(-2.f * fabsf(x)), inverse = reciprocal(1.f + e);
+  return {tanh_from(x, e, inverse), 4.f * e * inverse * inverse};
+}
+
+}  // namespace kestrel::cuda

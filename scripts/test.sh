@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Installs what the tests need, builds the CPU back end (and the CUDA objects where a CUDA toolkit can be had), and runs every test
+# that needs no GPU.  Ends with ctest's summary.
+#
+#     scripts/test.sh                # all tests
+#     scripts/test.sh --sanitize     # the same tests under the address and undefined-behaviour sanitizers, CPU only
+#     scripts/test.sh -R Golden      # further arguments go to ctest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/packages.sh
+
+preset=test
+if [[ ${1:-} == --sanitize ]]; then
+  preset=sanitize
+  shift
+fi
+say() { printf '\n== %s\n' "$*"; }
+
+say "packages"
+install_packages "${kestrel_build_packages[@]}" "${kestrel_optional_packages[@]}" "${kestrel_text_packages[@]}" "${kestrel_test_packages[@]}"
+venv=build/venv
+if ! [[ -e $venv/ready ]]; then
+  rm -rf "$venv"
+  python3 -m venv "$venv"
+  "$venv/bin/pip" install --quiet 'tokenizers>=0.20' 'jsonschema>=4' numpy
+  touch "$venv/ready"
+fi
+
+# Two jobs at least, never more than the machine has; the tests themselves compute with one thread each.
+jobs=$(nproc)
+export OMP_NUM_THREADS=1
+# mpirun as root, with more ranks than cores.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+
+say "build ($preset)"
+cmake --preset "$preset"
+cmake --build "build/$preset" -j "$jobs"
+
+say "tests"
+exec ctest --test-dir "build/$preset" -j "$jobs" --output-on-failure "$@"
