@@ -12,7 +12,6 @@
 #include "src/data/loader.h"
 #include "src/infer/choices.h"
 #include "src/infer/load_model.h"
-#include "src/model/evaluation.h"
 #include "src/report/progress.h"
 #include "tools/command.h"
 

@@ -82,7 +82,8 @@ int import_model(const Options& o) {
   std::map<std::string, std::string> files;
   if (std::filesystem::exists(o.from + "/tokenizer.json"))
     files["tokenizer.json"] = read_file(o.from + "/tokenizer.json");
-  const auto tensors = weights_of(model.parameters());
+  const HostTensors weights = weights_of(model.parameters());
+  const auto& tensors = weights.list();
   write_hf_model(o.out, tensors, to_json(config) + "\n", 5'000'000'000, files);
   std::printf("%zu tensors of %s written to %s as F32; train from them with train.init_from=%s\n", tensors.size(),
               o.from.c_str(), o.out.c_str(), o.out.c_str());

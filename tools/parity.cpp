@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <memory>
 
+#include "kernels/core/device.h"
 #include "src/checkpoint/files.h"
 #include "src/model/evaluation.h"
 #include "src/model/weights.h"
@@ -11,14 +12,23 @@ namespace kestrel::tools {
 namespace {
 
 struct Options {
-  std::string model, tokens, out, device = "cpu";
+  std::string model, tokens, out, device = "cpu", precision = "fp32";
   bool gradients = false;
 };
 
 int run(const Options& o) {
-  if (o.device == "cuda") throw DeviceError("--device cuda: this build has the CPU back end only. Use --device cpu.");
+  Evaluation::Options where;
+  if (o.device == "cuda") {
+    const DeviceCount gpus = device_count();
+    if (gpus.count == 0)
+      throw DeviceError(text("--device cuda: there is no GPU to compute on: ", gpus.reason, " Use --device cpu."));
+    where.device = Device::cuda;
+    where.dtype = o.precision == "bf16" ? DType::bf16 : DType::f32;
+  } else if (o.precision == "bf16") {
+    throw ConfigError("--precision bf16: the CPU back end computes in fp32. Use --device cuda, or --precision fp32.");
+  }
   const std::string config_path = o.model + "/config.json";
-  Evaluation evaluation(parse_model_config(read_file(config_path), config_path), {});
+  Evaluation evaluation(parse_model_config(read_file(config_path), config_path), where);
   ParameterStore& store = evaluation.model().parameters();
   load_weights(store, WeightSource(o.model));
   const Evaluation::Result r = evaluation.run(SafetensorsFile(o.tokens), o.gradients);
@@ -28,17 +38,23 @@ int run(const Options& o) {
   const Tensor ids = input.tensor("tokens");
   std::vector<NamedTensor> out{{"loss", Tensor::of(&loss, {1})},
                                {"logits", r.logits, {ids.dim(0), ids.dim(1), r.logits.cols()}}};
+  // Gradients and loads are copied from the device where they lie on one.
+  HostTensors gradients;
+  Arena none(where.device, 0);
+  Stream s(none);
   if (o.gradients) {
     store.for_each([&](const NamedParameter& p) {
-      if (p.member->block->trained) out.push_back({"grad." + p.name, p.rows_of(p.member->block->g), p.shape});
+      if (p.member->block->trained) gradients.add(s, "grad." + p.name, p.shape, p.rows_of(p.member->block->g));
     });
   }
   for (size_t i = 0; i < evaluation.model().moe_layers().size(); ++i) {
-    out.push_back({"load." + evaluation.model().moe_names()[i], evaluation.model().moe_layers()[i]->balancer().load()});
+    const Tensor load = evaluation.model().moe_layers()[i]->balancer().load();
+    if (o.gradients) gradients.add(s, "load." + evaluation.model().moe_names()[i], {load.numel()}, load);
   }
+  out.insert(out.end(), gradients.list().begin(), gradients.list().end());
   write_safetensors(o.out, out, {{"format", "pt"}});
-  std::printf("loss %.9g nats over %lld targets (cpu, fp32); %zu tensors in %s\n", r.loss,
-              static_cast<long long>(r.targets), out.size(), o.out.c_str());
+  std::printf("loss %.9g nats over %lld targets (%s, %s); %zu tensors in %s\n", r.loss,
+              static_cast<long long>(r.targets), o.device.c_str(), o.precision.c_str(), out.size(), o.out.c_str());
   return 0;
 }
 
@@ -56,6 +72,9 @@ void add_parity_command(CLI::App& app, int& exit_code) {
                "File to write: loss, logits, grad.<tensor>, load.<layer> (tokens per expert, with --grads)")
       ->required();
   c.add_option("--device", o->device, "Where to compute")->check(CLI::IsMember({"cpu", "cuda"}))->capture_default_str();
+  c.add_option("--precision", o->precision, "Of weights and activations on a GPU")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->capture_default_str();
   c.add_flag("--grads", o->gradients, "Write the gradient of every tensor too");
   c.callback([o, &exit_code] { exit_code = run(*o); });
 }

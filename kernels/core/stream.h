@@ -30,4 +30,13 @@ class ScratchScope {
   int64_t mark_;
 };
 
+// Bytes of arena that `fn(stream)` needs, found by running it over a planner.
+template <class F>
+int64_t planned_bytes(Device device, F&& fn) {
+  Arena planner = Arena::planner(device);
+  Stream s(planner);
+  fn(s);
+  return planner.peak();
+}
+
 }  // namespace kestrel

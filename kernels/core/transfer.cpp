@@ -47,6 +47,18 @@ void download(Stream& s, Tensor host, const Tensor& device) {
   copy(s, host, device);
 }
 
+Tensor on_host(Stream& s, Tensor t, std::vector<char>& memory) {
+  if (t.device == Device::cpu) return t;
+  memory.resize(static_cast<size_t>(t.bytes()));
+  Tensor host = t;
+  host.device = Device::cpu;
+  host.data = memory.data();
+  host.ld = host.cols();
+  download(s, host, t);
+  wait(s);
+  return host;
+}
+
 PinnedBuffer::PinnedBuffer(Device device, int64_t bytes) : device_(device), bytes_(bytes) {
   if constexpr (kBuiltWithCuda) {
     if (device == Device::cuda) {

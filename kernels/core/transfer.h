@@ -7,12 +7,17 @@
 // DeviceErrors.
 #pragma once
 
+#include <vector>
+
 #include "kernels/core/stream.h"
 
 namespace kestrel {
 
 void upload(Stream& s, Tensor device, const Tensor& host);
 void download(Stream& s, Tensor host, const Tensor& device);
+
+// `t` itself when it lies on the host, else a copy of it in `memory`; waits for the stream.
+Tensor on_host(Stream& s, Tensor t, std::vector<char>& memory);
 
 // Page-locked host memory, for a stream on `device`; ordinary memory when that is the CPU.
 class PinnedBuffer {

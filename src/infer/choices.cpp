@@ -7,7 +7,6 @@
 
 #include "kernels/loss/loss.h"
 #include "src/checkpoint/json_strict.h"
-#include "src/model/evaluation.h"
 
 namespace kestrel {
 namespace {

@@ -5,7 +5,6 @@
 #include "kernels/core/elementwise.h"
 #include "kernels/embedding/embedding.h"
 #include "kernels/gemm/gemm.h"
-#include "src/model/evaluation.h"
 
 namespace kestrel {
 namespace {

@@ -29,7 +29,8 @@ void from_checkpoint(InferenceModel& m, const LoadedCheckpoint& c) {
   m.run = parse_run_config(state["config"].dump(), c.dir + "/train_state.json");
   m.config = m.run->model;
   make_model(m);
-  for (const NamedTensor& t : weights_of(m.model->parameters())) {
+  const HostTensors weights = weights_of(m.model->parameters());  // views: the model is on the CPU
+  for (const NamedTensor& t : weights.list()) {
     const Tensor in = c.tensor(t.name);
     if (in.dtype != DType::f32 || in.numel() != t.tensor.numel())
       throw DataError(text(c.dir, ": tensor \"", t.name, "\" is ", in.describe(), ", expected ", t.tensor.describe()));

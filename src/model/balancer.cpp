@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/core/device.h"
 #include "kernels/core/elementwise.h"
+#include "kernels/core/transfer.h"
 #include "kernels/router/balancing.h"
 
 namespace kestrel {
@@ -66,10 +68,14 @@ void Balancer::observe(const Pass& pass, Tensor logits, Tensor cutoff, Tensor lo
   if (config_.estimator == Estimator::micro_mean) {
     exact_solve(s, b_hat, m, routing_.k, !dynamic);
     if (s.planning()) return;
-    for (size_t j = 0; j < mean_of_solutions_.size(); ++j) mean_of_solutions_[j] += b_hat.f32()[j];
+    std::vector<char> memory;
+    const Tensor host = on_host(s, b_hat, memory);
+    for (size_t j = 0; j < mean_of_solutions_.size(); ++j) mean_of_solutions_[j] += static_cast<double>(host.f32()[j]);
     ++solutions_;
   } else if (!s.planning()) {
-    margins_.insert(margins_.end(), m.f32(), m.f32() + m.numel());
+    std::vector<char> memory;
+    const Tensor host = on_host(s, m, memory);
+    margins_.insert(margins_.end(), host.f32(), host.f32() + host.numel());
   }
 }
 
@@ -79,23 +85,32 @@ void Balancer::add_auxiliary(const Pass& pass, Tensor dlogits, Tensor logits, Te
            dlogits, logits, load, routing_.k);
 }
 
+// On the host: the margins of a whole step are kept there.
 void Balancer::solve_exact(Stream& s) {
-  ScratchScope scope(s);
+  if (s.planning() || (margins_.empty() && solutions_ == 0)) return;
   const int64_t E = routing_.experts;
   const bool dynamic = config_.method == Method::quantile_dynamic;
-  Tensor b_hat = s.temp({E});
+  std::vector<float> b_hat(static_cast<size_t>(E));
   if (config_.estimator == Estimator::exact) {
-    if (margins_.empty()) return;
-    exact_solve(s, b_hat, Tensor::of(margins_.data(), {static_cast<int64_t>(margins_.size()) / E, E}), routing_.k,
-                !dynamic);
+    const Tensor all = Tensor::of(margins_.data(), {static_cast<int64_t>(margins_.size()) / E, E});
+    const auto solve_all = [&](Stream& cpu) {
+      exact_solve(cpu, Tensor::of(b_hat.data(), {E}), all, routing_.k, !dynamic);
+    };
+    Arena scratch(Device::cpu, planned_bytes(Device::cpu, solve_all));
+    Stream cpu(scratch);
+    solve_all(cpu);
   } else {
-    if (solutions_ == 0) return;
-    for (int64_t j = 0; j < E; ++j)
-      b_hat.f32()[j] = static_cast<float>(mean_of_solutions_[static_cast<size_t>(j)] / static_cast<double>(solutions_));
+    for (size_t j = 0; j < b_hat.size(); ++j)
+      b_hat[j] = static_cast<float>(mean_of_solutions_[j] / static_cast<double>(solutions_));
   }
   const float keep = static_cast<float>(dynamic ? config_.ema : 1.0 - config_.gain);
-  float* b = bias().f32();
-  for (int64_t j = 0; j < E; ++j) b[j] = keep * b[j] + (1.f - keep) * b_hat.f32()[j];
+  std::vector<char> memory;
+  const Tensor b = on_host(s, bias(), memory);
+  for (int64_t j = 0; j < E; ++j) b.f32()[j] = keep * b.f32()[j] + (1.f - keep) * b_hat[static_cast<size_t>(j)];
+  if (bias().device != Device::cpu) {
+    upload(s, bias(), b);
+    wait(s);
+  }
 }
 
 void Balancer::solve(Stream& s) {

@@ -1,5 +1,7 @@
 #include "src/model/evaluation.h"
 
+#include "kernels/core/device.h"
+#include "kernels/core/transfer.h"
 #include "kernels/loss/loss.h"
 
 namespace kestrel {
@@ -31,7 +33,7 @@ void check_range(const SafetensorsFile& file, const char* name, const std::vecto
 }  // namespace
 
 Evaluation::Evaluation(const ModelConfig& config, const Options& options) : options_(options), model_(config) {
-  KESTREL_CHECK(options.device == Device::cpu && options.dtype == DType::f32, "the CPU back end computes in fp32");
+  KESTREL_CHECK(options.device == Device::cuda || options.dtype == DType::f32, "the CPU back end computes in fp32");
   model_.parameters().allocate(options.device, options.dtype, /*gradients=*/true);
   const auto allocate = [&](Stream& s) { model_.allocate_state(*s.arena, false); };
   state_ = std::make_unique<Arena>(options.device, planned_bytes(options.device, allocate));
@@ -50,25 +52,26 @@ Evaluation::Result Evaluation::run(const SafetensorsFile& input, bool gradients)
   check_range(input, "tokens", ids_[0], V, false);
   check_range(input, "targets", ids_[1], V, true);
 
-  MicroBatch batch{Tensor::of(ids_[0].data(), {B, T}), Tensor::of(ids_[1].data(), {B, T}), {}};
-  if (segmented) {
-    if (!model_.config().document_mask) model_.set_document_mask(true);  // a file with documents means them
-    batch.segment = Tensor::of(ids_[2].data(), {B, T});
-  }
+  if (segmented && !model_.config().document_mask) model_.set_document_mask(true);  // a file with documents means them
   Result r;
   for (int32_t t : ids_[1]) r.targets += t != kIgnoreTarget;
   if (r.targets == 0) throw DataError(text(input.path(), ": every target is -100; there is no loss to compute"));
   const float scale = static_cast<float>(1.0 / static_cast<double>(r.targets));
-  losses_.assign(static_cast<size_t>(B * T), 0.f);
-  logits_.assign(static_cast<size_t>(B * T * V), 0.f);
-  const Tensor losses = Tensor::of(losses_.data(), {B * T});
-  r.logits = Tensor::of(logits_.data(), {B * T, V});
   Model::PassOptions options;
   options.dtype = options_.dtype;
   options.recompute = options_.recompute;
+  Tensor losses, logits;
   const auto passes = [&](Stream& s) {
+    MicroBatch batch;
+    Tensor* inputs[3] = {&batch.tokens, &batch.targets, &batch.segment};
+    for (int i = 0; i < (segmented ? 3 : 2); ++i) {
+      *inputs[i] = s.arena->keep({B, T}, DType::i32, "batch");
+      upload(s, *inputs[i], Tensor::of(ids_[i].data(), {B, T}));
+    }
+    losses = s.arena->keep({B * T}, DType::f32, "batch");
+    logits = s.arena->keep({B * T, V}, DType::f32, "batch");
     model_.begin_step(s);
-    model_.logits(s, batch, r.logits, options);
+    model_.logits(s, batch, logits, options);
     if (gradients) {
       model_.train(s, batch, losses, scale, options);
     } else {
@@ -77,8 +80,12 @@ Evaluation::Result Evaluation::run(const SafetensorsFile& input, bool gradients)
   };
   arena_ = std::make_unique<Arena>(options_.device, planned_bytes(options_.device, passes));
   Stream s(*arena_);
-  model_.parameters().zero_gradients();
+  model_.parameters().zero_gradients(s);
   passes(s);
+  losses_.assign(static_cast<size_t>(B * T), 0.f);
+  download(s, Tensor::of(losses_.data(), {B * T}), losses);
+  wait(s);
+  r.logits = on_host(s, logits, logits_);
   double sum = 0;
   for (float x : losses_) sum += static_cast<double>(x);
   r.loss = sum / static_cast<double>(r.targets);

@@ -36,16 +36,8 @@ class Evaluation {
   Model model_;
   std::unique_ptr<Arena> state_, arena_;
   std::vector<int32_t> ids_[3];
-  std::vector<float> logits_, losses_;
+  std::vector<char> logits_;
+  std::vector<float> losses_;
 };
-
-// Bytes of arena that `fn(stream)` needs, found by running it over a planner.
-template <class F>
-int64_t planned_bytes(Device device, F&& fn) {
-  Arena planner = Arena::planner(device);
-  Stream s(planner);
-  fn(s);
-  return planner.peak();
-}
 
 }  // namespace kestrel

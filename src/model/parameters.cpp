@@ -4,7 +4,10 @@
 #include <cmath>
 #include <set>
 
+#include "kernels/core/device.h"
+#include "kernels/core/elementwise.h"
 #include "kernels/core/parallel.h"
+#include "kernels/core/transfer.h"
 #include "src/model/random.h"
 
 namespace kestrel {
@@ -18,12 +21,10 @@ double dt_bias_start(double u) {
   return dt + std::log(-std::expm1(-dt));
 }
 
-void fill(const NamedParameter& p, uint64_t seed) {
-  const Tensor t = p.rows_of(p.member->block->master);
+void fill(float* out, int64_t n, const NamedParameter& p, uint64_t seed) {
   const Init init = p.member->init;
   const CounterRandom random(seed, p.name);
-  float* out = t.f32();
-  parallel_pieces(t.numel(), 4096, [&](int64_t a, int64_t b) {
+  parallel_pieces(n, 4096, [&](int64_t a, int64_t b) {
     for (int64_t i = a; i < b; ++i) {
       const auto index = static_cast<uint64_t>(i);
       switch (init.kind) {
@@ -127,11 +128,31 @@ void ParameterStore::place(Tensor master, Tensor work, Tensor gradients) {
 }
 
 void ParameterStore::initialize(uint64_t seed) {
-  for_each([&](const NamedParameter& p) { fill(p, seed); });
+  std::vector<float> host;
+  for_each([&](const NamedParameter& p) {
+    host.resize(static_cast<size_t>(p.member->rows * p.member->block->cols));
+    fill(host.data(), static_cast<int64_t>(host.size()), p, seed);
+    write(p, host.data());
+  });
 }
 
-void ParameterStore::zero_gradients() {
-  std::fill_n(gradients_.f32(), gradients_.numel(), 0.f);
+void ParameterStore::write(const NamedParameter& p, const float* host) {
+  const Block& b = *p.member->block;
+  const Tensor master = p.rows_of(b.master);
+  Stream s(*memory_);
+  upload(s, master, Tensor::of(host, {master.rows(), master.cols()}));
+  if (b.w.data != b.master.data) copy_cast(s, p.rows_of(b.w), master);
+  wait(s);
+}
+
+void ParameterStore::refresh_working(Stream& s) {
+  for (const Block& b : blocks_) {
+    if (b.w.data != b.master.data) copy_cast(s, b.w, b.master);
+  }
+}
+
+void ParameterStore::zero_gradients(Stream& s) {
+  fill_zero(s, gradients_);
 }
 
 void ParameterStore::for_each(const std::function<void(const NamedParameter&)>& fn) const {

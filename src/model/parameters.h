@@ -16,8 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/core/arena.h"
-#include "kernels/core/tensor.h"
+#include "kernels/core/stream.h"
 
 namespace kestrel {
 
@@ -84,7 +83,11 @@ class ParameterStore {
   void allocate(Device device, DType working, bool gradients);
   bool allocated() const { return static_cast<bool>(memory_); }
   void initialize(uint64_t seed);
-  void zero_gradients();
+  // Values of one tensor from and to host memory (F32, p.rows_of(master) elements); masters and working weights follow.
+  void write(const NamedParameter& p, const float* host);
+  // After masters were changed on the device: casts them into the working weights.
+  void refresh_working(Stream& s);
+  void zero_gradients(Stream& s);
 
   const std::deque<Block>& blocks() const { return blocks_; }
   std::deque<Block>& blocks() { return blocks_; }

@@ -5,7 +5,8 @@
 #include <cstring>
 #include <set>
 
-#include "kernels/core/elementwise.h"
+#include "kernels/core/device.h"
+#include "kernels/core/transfer.h"
 #include "kernels/optimizer/optimizer.h"
 
 namespace kestrel {
@@ -87,11 +88,15 @@ void load_weights(ParameterStore& store, const WeightSource& source) {
   Complaints wrong;
   std::set<std::string> used;
   const std::set<std::string> mxfp4(source.mxfp4().begin(), source.mxfp4().end());
+  std::vector<float> host;
   store.for_each([&](const NamedParameter& p) {
-    const Tensor out = p.rows_of(p.member->block->master);
+    const int64_t rows = p.member->rows, cols = p.member->block->cols;
+    host.resize(static_cast<size_t>(rows * cols));
+    const Tensor out = Tensor::of(host.data(), {rows, cols});
     if (mxfp4.count(p.name)) {
       used.insert({p.name + "_packed", p.name + "_scale"});
       unpack_mxfp4(source, p.name, out, wrong);
+      store.write(p, host.data());
       return;
     }
     used.insert(p.name);
@@ -107,6 +112,7 @@ void load_weights(ParameterStore& store, const WeightSource& source) {
       return;
     }
     convert(out.f32(), e, out.numel(), p.name);
+    store.write(p, host.data());
   });
   for (const std::string& name : source.names()) {
     if (!used.count(name)) wrong.add(text(name, ": unexpected"));
@@ -114,12 +120,20 @@ void load_weights(ParameterStore& store, const WeightSource& source) {
   wrong.raise(source.path(), "Compare its config.json with the model section of the run file.");
 }
 
-std::vector<NamedTensor> weights_of(const ParameterStore& store) {
-  std::vector<NamedTensor> out;
-  store.for_each([&](const NamedParameter& p) {
-    out.push_back({p.name, p.rows_of(p.member->block->master), p.shape});
-  });
+void HostTensors::add(Stream& s, const std::string& name, const std::vector<int64_t>& shape, Tensor t) {
+  list_.push_back({name, t.device == Device::cpu ? t : on_host(s, t, copies_.emplace_back()), shape});
+}
+
+HostTensors weights_of(Stream& s, const ParameterStore& store) {
+  HostTensors out;
+  store.for_each([&](const NamedParameter& p) { out.add(s, p.name, p.shape, p.rows_of(p.member->block->master)); });
   return out;
+}
+
+HostTensors weights_of(const ParameterStore& store) {
+  Arena none(Device::cpu, 0);
+  Stream s(none);
+  return weights_of(s, store);
 }
 
 }  // namespace kestrel

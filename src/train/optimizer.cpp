@@ -5,7 +5,9 @@
 #include <cstring>
 #include <numeric>
 
+#include "kernels/core/device.h"
 #include "kernels/core/elementwise.h"
+#include "kernels/core/transfer.h"
 
 namespace kestrel {
 
@@ -55,6 +57,9 @@ Optimizer::Optimizer(ParameterStore& store, const OptimizerConfig& config, Devic
   memory_ = std::make_unique<Arena>(device, 4 * (store.elements() + nv) + 2 * 256);
   m_ = memory_->keep({store.elements()}, DType::f32, "optimizer");
   v_ = memory_->keep({nv}, DType::f32, "optimizer");
+  Stream zero(*memory_);
+  fill_zero(zero, m_);
+  fill_zero(zero, v_);
   int64_t v_offset = 0;
   for (Block& b : store.blocks()) {
     for (const Member& m : b.members) {
@@ -117,7 +122,10 @@ double Optimizer::gradient_norm(Stream& s) {
   }
   sum_of_squares(s, sum, grads);
   if (s.planning()) return 0.0;
-  return std::sqrt(*sum.as<double>());
+  double host = 0;
+  download(s, Tensor::of(&host, {1}), sum);
+  wait(s);
+  return std::sqrt(host);
 }
 
 float Optimizer::clip_scale(double norm) const {
@@ -144,6 +152,7 @@ void Optimizer::step(Stream& s, int64_t update, double lr, float grad_scale) {
     adamw.weight_decay = t.decay ? static_cast<float>(config_.weight_decay) : 0.f;
     adamw_step(s, adamw, t.p, t.g, t.m, t.v, grad_scale);
   }
+  store_.refresh_working(s);
 }
 
 int64_t Optimizer::clip_heads(Stream& s, Model& model) {
@@ -153,10 +162,14 @@ int64_t Optimizer::clip_heads(Stream& s, Model& model) {
   for (MlaLayer* layer : model.mla_layers()) {
     const Tensor s_max = layer->max_logit();
     const MlaDims d = layer->dims(0);
-    for (int64_t h = 0; h < d.H; ++h) clipped += s_max.f32()[h] > tau && std::isfinite(s_max.f32()[h]);
+    std::vector<float> host(static_cast<size_t>(d.H));
+    download(s, Tensor::of(host.data(), {d.H}), s_max);
+    wait(s);
+    clipped += std::count_if(host.begin(), host.end(), [&](float x) { return x > tau && std::isfinite(x); });
     qk_clip(s, layer->query_block()->master.slice(0, d.H * (d.nope + d.rope)), layer->kv_block()->master, s_max, tau,
             d.nope, d.rope, d.v);
   }
+  store_.refresh_working(s);
   return clipped;
 }
 

@@ -4,7 +4,6 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "src/model/evaluation.h"
 #include "src/model/model.h"
 #include "src/train/optimizer.h"
 
@@ -132,8 +131,9 @@ std::string plan_text(const RunConfig& c, const Plan& p) {
     << c.model.num_dense_layers() << " dense), width " << c.model.hidden_size << "\n"
     << "parameters   " << parameters(p.total) << " total, " << parameters(p.active)
     << " active per token (embedding look-up not counted), " << parameters(p.routed) << " in routed experts\n"
-    << "FLOPs/token  " << human(p.flops()) << " forward and backward at T = " << c.data.sequence_length << " (parameters "
-    << human(p.flops_parameters) << ", attention " << human(p.flops_attention) << ", KDA " << human(p.flops_kda) << ")\n"
+    << "FLOPs/token  " << human(p.flops()) << " forward and backward at T = " << c.data.sequence_length
+    << " (parameters " << human(p.flops_parameters) << ", attention " << human(p.flops_attention) << ", KDA "
+    << human(p.flops_kda) << ")\n"
     << "step         " << p.tokens_per_step << " tokens, " << human(p.flops() * static_cast<double>(p.tokens_per_step))
     << "FLOP\n"
     << "memory       one rank, nothing sharded, micro-batch " << c.train.micro_batch_size << " x "

@@ -7,11 +7,12 @@
 #include <cstring>
 #include <numbers>
 
+#include "kernels/core/device.h"
+#include "kernels/core/transfer.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/loss/loss.h"
 #include "src/checkpoint/checkpoint.h"
 #include "src/data/tokenizer.h"
-#include "src/model/evaluation.h"
 #include "src/model/weights.h"
 #include "src/train/plan.h"
 #include "src/train/schedule.h"
@@ -20,14 +21,23 @@
 namespace kestrel {
 namespace {
 
-constexpr int64_t kSkipsBeforeStop = 3;
-
-MicroBatch view(const Batch& b) {
-  const auto cut = [&](const std::vector<int32_t>& v) {
-    return v.empty() ? Tensor{} : Tensor::of(v.data(), {b.rows, b.sequence_length});
-  };
-  return {cut(b.tokens), cut(b.targets), cut(b.segment)};
+// `auto` takes the GPU where the program has the back end and the machine a device.
+Device choose_device(const TrainConfig& c) {
+  using Choice = TrainConfig::DeviceChoice;
+  if (c.device == Choice::cpu) return Device::cpu;
+  const DeviceCount gpus = device_count();
+  if (gpus.count > 0) return Device::cuda;
+  if (c.device == Choice::automatic) return Device::cpu;
+  throw DeviceError(text("train.device is \"cuda\", but there is no GPU to train on: ", gpus.reason,
+                         " Set train.device to \"auto\" or \"cpu\" to train on the CPU."));
 }
+
+// The CPU computes in fp32 whatever the precision says; the start-up lines say so.
+DType working_dtype(const TrainConfig& c, Device device) {
+  return device == Device::cuda && c.precision == TrainConfig::Precision::bf16 ? DType::bf16 : DType::f32;
+}
+
+constexpr int64_t kSkipsBeforeStop = 3;
 
 int64_t valid_targets(const Batch& b) {
   return std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != kIgnoreTarget; });
@@ -39,11 +49,8 @@ double milliseconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
-Trainer::Trainer(const RunConfig& config) : config_(config), total_steps_(config.total_steps()) {
-  if (config_.train.device == TrainConfig::DeviceChoice::cuda) {
-    throw DeviceError(
-        "train.device is \"cuda\", but this build has the CPU back end only. Set train.device to \"auto\" or \"cpu\".");
-  }
+Trainer::Trainer(const RunConfig& config)
+    : config_(config), device_(choose_device(config.train)), total_steps_(config.total_steps()) {
   open_data();
   build_model();
   resume();
@@ -84,32 +91,39 @@ void Trainer::open_data() {
 }
 
 void Trainer::build_model() {
-  const Device device = Device::cpu;
-  model_ = std::make_unique<Model>(config_.model);
-  model_->parameters().allocate(device, DType::f32, /*gradients=*/true);
-  optimizer_ = std::make_unique<Optimizer>(model_->parameters(), config_.optimizer, device);
+  if (device_ == Device::cuda) use_device(0);
+  queue_ = std::make_unique<DeviceQueue>(device_);
+  pass_.dtype = working_dtype(config_.train, device_);
   pass_.recompute = config_.train.recompute;
   pass_.batch_share =
       static_cast<double>(config_.train.micro_batch_size) / static_cast<double>(config_.train.global_batch_size);
+  model_ = std::make_unique<Model>(config_.model);
+  model_->parameters().allocate(device_, pass_.dtype, /*gradients=*/true);
+  optimizer_ = std::make_unique<Optimizer>(model_->parameters(), config_.optimizer, device_);
 
-  const bool track = optimizer_->clips_heads();
-  state_memory_ = std::make_unique<Arena>(
-      device, planned_bytes(device, [&](Stream& s) { model_->allocate_state(*s.arena, track); }));
-  model_->allocate_state(*state_memory_, track);
+  Arena planner = Arena::planner(device_);
+  allocate_state(planner);
+  state_memory_ = std::make_unique<Arena>(device_, planner.peak());
+  allocate_state(*state_memory_);
 
   // One arena for all steps: a training pass, an evaluation and the update are run over a planner.
-  const int64_t B = config_.train.micro_batch_size, T = config_.data.sequence_length;
-  losses_.resize(static_cast<size_t>(B * T));
-  int32_t id = 0;
-  const Tensor ids = Tensor::of(&id, {B, T}), losses = Tensor::of(losses_.data(), {B * T});
-  const int64_t bytes = planned_bytes(device, [&](Stream& s) {
-    model_->train(s, {ids, ids, ids}, losses, 1.f, pass_);
-    model_->evaluate(s, {ids, ids, ids}, losses, pass_);
+  const int64_t bytes = planned_bytes(device_, [&](Stream& s) {
+    model_->train(s, batch_, losses_.slice(0, batch_.tokens.numel()), 1.f, pass_);
+    model_->evaluate(s, batch_, losses_.slice(0, batch_.tokens.numel()), pass_);
     optimizer_->plan(s);
     model_->apply_balance(s);
   });
-  arena_ = std::make_unique<Arena>(device, bytes);
+  arena_ = std::make_unique<Arena>(device_, bytes);
   stream_ = std::make_unique<Stream>(*arena_);
+  stream_->queue = queue_->get();
+}
+
+// The model's statistics, one micro-batch of ids, and the losses of a whole global batch.
+void Trainer::allocate_state(Arena& arena) {
+  const int64_t B = config_.train.micro_batch_size, T = config_.data.sequence_length;
+  model_->allocate_state(arena, optimizer_->clips_heads());
+  for (Tensor* t : {&batch_.tokens, &batch_.targets, &batch_.segment}) *t = arena.keep({B, T}, DType::i32, "batch");
+  losses_ = arena.keep({config_.train.global_batch_size * T}, DType::f32, "batch");
 }
 
 void Trainer::resume() {
@@ -152,9 +166,10 @@ void Trainer::restore(const LoadedCheckpoint& checkpoint) {
       throw DataError(
           text(checkpoint.dir, ": tensor \"", name, "\" is ", in.describe(), ", expected ", out.describe()));
     }
-    std::memcpy(out.data, in.data, static_cast<size_t>(out.bytes()));
+    upload(*stream_, out, in.view({out.rows(), out.cols()}));
   };
-  for (const NamedTensor& t : weights_of(model_->parameters())) copy(t.name, t.tensor);
+  model_->parameters().for_each([&](const NamedParameter& p) { copy(p.name, p.rows_of(p.member->block->master)); });
+  model_->parameters().refresh_working(*stream_);
   optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>&, Tensor t) { copy(name, t); });
   state_.step = saved.step;
   state_.updates = saved.updates;
@@ -167,36 +182,57 @@ void Trainer::restore(const LoadedCheckpoint& checkpoint) {
 
 void Trainer::save() {
   if (saved_step_ == state_.step) return;
-  std::vector<NamedTensor> tensors = weights_of(model_->parameters());
+  HostTensors tensors = weights_of(*stream_, model_->parameters());
   optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>& shape, Tensor t) {
-    tensors.push_back({name, t, shape});
+    tensors.add(*stream_, name, shape, t);
   });
   CheckpointPolicy policy;
   policy.keep = config_.checkpoint.keep;
   policy.keep_every = config_.checkpoint.keep_every;
-  save_checkpoint(config_.checkpoint.dir, state_.step, tensors, state_.to_json(), policy);
+  save_checkpoint(config_.checkpoint.dir, state_.step, tensors.list(), state_.to_json(), policy);
   saved_step_ = state_.step;
   recorder_->checkpoint(state_.step, config_.checkpoint.dir);
 }
 
 // ---------------------------------------------------------------------------------------------------------- one step
 
-double Trainer::accumulate_gradients(std::vector<Batch>& micro_batches) {
-  int64_t valid = 0;
+void Trainer::upload_batch(const Batch& b) {
+  const auto put = [&](Tensor t, const std::vector<int32_t>& ids) {
+    upload(*stream_, t, Tensor::of(ids.data(), {b.rows, b.sequence_length}));
+  };
+  put(batch_.tokens, b.tokens);
+  put(batch_.targets, b.targets);
+  put(batch_.segment, b.segment);
+}
+
+// Sum of the first n losses, in fp64 and in order; waits for the device.
+double Trainer::sum_of_losses(int64_t n) {
+  host_losses_.resize(static_cast<size_t>(n));
+  download(*stream_, Tensor::of(host_losses_.data(), {n}), losses_.slice(0, n));
+  wait(*stream_);
+  double sum = 0;
+  for (float x : host_losses_) sum += static_cast<double>(x);
+  return sum;
+}
+
+double Trainer::accumulate_gradients(const std::vector<Batch>& micro_batches) {
+  int64_t valid = 0, done = 0;
   for (const Batch& b : micro_batches) valid += valid_targets(b);
   const float scale = valid > 0 ? static_cast<float>(1.0 / static_cast<double>(valid)) : 0.f;
-  double sum = 0;
   for (const Batch& b : micro_batches) {
-    model_->train(*stream_, view(b), Tensor::of(losses_.data(), {b.rows * b.sequence_length}), scale, pass_);
-    for (float x : losses_) sum += static_cast<double>(x);
-    state_.tokens += b.rows * b.sequence_length;
+    const int64_t n = b.rows * b.sequence_length;
+    upload_batch(b);
+    model_->train(*stream_, batch_, losses_.slice(done, n), scale, pass_);
+    done += n;
   }
-  return valid > 0 ? sum / static_cast<double>(valid) : 0.0;
+  state_.tokens += done;
+  return sum_of_losses(done) / static_cast<double>(std::max<int64_t>(1, valid));
 }
 
 void Trainer::record_balance(StepResult& r) {
   for (MoeLayer* layer : model_->moe_layers()) {
-    const Tensor load = layer->balancer().load();
+    std::vector<char> memory;
+    const Tensor load = on_host(*stream_, layer->balancer().load(), memory);
     int64_t most = 0, total = 0;
     for (int64_t e = 0; e < load.numel(); ++e) {
       most = std::max<int64_t>(most, load.i32()[e]);
@@ -205,7 +241,9 @@ void Trainer::record_balance(StepResult& r) {
     r.violation.push_back(total > 0 ? static_cast<double>(most * load.numel()) / static_cast<double>(total) - 1.0
                                     : 0.0);
     r.max_violation = std::max(r.max_violation, r.violation.back());
-    if (layer->balancer().auxiliary()) r.auxiliary_loss += static_cast<double>(layer->balancer().auxiliary().f32()[0]);
+    if (layer->balancer().auxiliary()) {
+      r.auxiliary_loss += static_cast<double>(on_host(*stream_, layer->balancer().auxiliary(), memory).f32()[0]);
+    }
   }
 }
 
@@ -215,7 +253,7 @@ Trainer::StepResult Trainer::train_step() {
   for (int64_t m = 0; m < count; ++m) micro_batches.push_back(loader_->fetch(state_.step, m));
 
   model_->begin_step(*stream_);
-  model_->parameters().zero_gradients();
+  model_->parameters().zero_gradients(*stream_);
   StepResult r;
   r.loss = accumulate_gradients(micro_batches);
   r.lr = learning_rate(config_.schedule, state_.step, total_steps_);
@@ -246,8 +284,9 @@ Trainer::EvalResult Trainer::evaluate() {
   for (int64_t row = 0; row < last; row += B) {
     read_rows(*validation_data_, row, B, b);
     if (row + B > last) std::fill(b.targets.begin() + (last - row) * b.sequence_length, b.targets.end(), kIgnoreTarget);
-    model_->evaluate(*stream_, view(b), Tensor::of(losses_.data(), {B * b.sequence_length}), pass_);
-    for (float x : losses_) sum += static_cast<double>(x);
+    upload_batch(b);
+    model_->evaluate(*stream_, batch_, losses_.slice(0, B * b.sequence_length), pass_);
+    sum += sum_of_losses(B * b.sequence_length);
     r.targets += valid_targets(b);
     for (int32_t t : b.targets) {
       if (t != kIgnoreTarget && !token_bytes.empty()) bytes += token_bytes[static_cast<size_t>(t)];
@@ -311,7 +350,14 @@ ExitCode Trainer::finish(int signal) {
 std::string Trainer::description() const {
   const Plan plan = plan_run(config_);
   std::string s = plan_text(config_, plan);
-  s += text("back end     cpu, fp32; ", cpu_gemm_description(), "\n");
+  if (device_ == Device::cuda) {
+    s += text("back end     cuda, ", pass_.dtype == DType::bf16 ? "bf16" : "fp32", "; ", device_properties(0).name,
+              "\n");
+  } else {
+    const DeviceCount gpus = device_count();
+    s += text("back end     cpu, fp32; ", cpu_gemm_description(),
+              config_.train.device == TrainConfig::DeviceChoice::automatic ? "; no GPU: " + gpus.reason : "", "\n");
+  }
   s += text("data         ", train_data_->rows(), " training rows of ", config_.data.sequence_length, " tokens (",
             train_data_->tokens(), " tokens)");
   if (validation_data_) s += text(", ", validation_data_->rows(), " validation rows");

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/core/device.h"
 #include "src/config/run_config.h"
 #include "src/data/loader.h"
 #include "src/model/model.h"
@@ -55,12 +56,17 @@ class Trainer {
   void resume();
   void restore(const class LoadedCheckpoint& checkpoint);
   void save();
-  double accumulate_gradients(std::vector<Batch>& micro_batches);
+  void allocate_state(Arena& arena);
+  void upload_batch(const Batch& b);
+  double sum_of_losses(int64_t n);
+  double accumulate_gradients(const std::vector<Batch>& micro_batches);
   void record_balance(StepResult& r);
   ExitCode finish(int signal);
 
   RunConfig config_;
+  Device device_;
   int64_t total_steps_ = 0;
+  std::unique_ptr<DeviceQueue> queue_;
   std::unique_ptr<TokenDataset> train_data_, validation_data_;
   std::unique_ptr<BatchLoader> loader_;
   std::unique_ptr<Model> model_;
@@ -68,7 +74,9 @@ class Trainer {
   std::unique_ptr<Arena> state_memory_, arena_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Recorder> recorder_;
-  std::vector<float> losses_;
+  MicroBatch batch_;  // on the device
+  Tensor losses_;     // [global batch tokens] F32, on the device
+  std::vector<float> host_losses_;
   Model::PassOptions pass_;
   TrainState state_;
   std::string resumed_from_;

@@ -6,7 +6,6 @@
 
 #include "src/infer/decoder.h"
 #include "src/infer/sampler.h"
-#include "src/model/evaluation.h"
 #include "src/model/weights.h"
 #include "tests/src/train/run_files.h"
 
