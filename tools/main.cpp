@@ -11,9 +11,9 @@ namespace {
 
 // Every subcommand, in the order of `kestrel --help`.
 constexpr decltype(&add_config_command) kCommands[] = {
-    add_train_command,     add_eval_command,      add_generate_command,  add_data_command,
-    add_tokenizer_command, add_import_hf_command, add_export_hf_command, add_parity_command,
-    add_plan_command,      add_report_command,    add_config_command,    add_doctor_command,
+    add_train_command,     add_eval_command,      add_generate_command, add_data_command, add_tokenizer_command,
+    add_import_hf_command, add_export_hf_command, add_parity_command,   add_plan_command, add_report_command,
+    add_bench_command,     add_config_command,    add_doctor_command,
 };
 
 // CLI11 reports a misspelt subcommand as a missing one.

@@ -14,28 +14,13 @@
 #include "src/checkpoint/checkpoint.h"
 #include "src/data/tokenizer.h"
 #include "src/model/weights.h"
+#include "src/train/device_choice.h"
 #include "src/train/plan.h"
 #include "src/train/schedule.h"
 #include "src/train/stop_signal.h"
 
 namespace kestrel {
 namespace {
-
-// `auto` takes the GPU where the program has the back end and the machine a device.
-Device choose_device(const TrainConfig& c) {
-  using Choice = TrainConfig::DeviceChoice;
-  if (c.device == Choice::cpu) return Device::cpu;
-  const DeviceCount gpus = device_count();
-  if (gpus.count > 0) return Device::cuda;
-  if (c.device == Choice::automatic) return Device::cpu;
-  throw DeviceError(text("train.device is \"cuda\", but there is no GPU to train on: ", gpus.reason,
-                         " Set train.device to \"auto\" or \"cpu\" to train on the CPU."));
-}
-
-// The CPU computes in fp32 whatever the precision says; the start-up lines say so.
-DType working_dtype(const TrainConfig& c, Device device) {
-  return device == Device::cuda && c.precision == TrainConfig::Precision::bf16 ? DType::bf16 : DType::f32;
-}
 
 constexpr int64_t kSkipsBeforeStop = 3;
 

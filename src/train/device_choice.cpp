@@ -1,0 +1,21 @@
+#include "src/train/device_choice.h"
+
+#include "kernels/core/device.h"
+
+namespace kestrel {
+
+Device choose_device(const TrainConfig& config) {
+  using Choice = TrainConfig::DeviceChoice;
+  if (config.device == Choice::cpu) return Device::cpu;
+  const DeviceCount gpus = device_count();
+  if (gpus.count > 0) return Device::cuda;
+  if (config.device == Choice::automatic) return Device::cpu;
+  throw DeviceError(text("train.device is \"cuda\", but there is no GPU to train on: ", gpus.reason,
+                         " Set train.device to \"auto\" or \"cpu\" to train on the CPU."));
+}
+
+DType working_dtype(const TrainConfig& config, Device device) {
+  return device == Device::cuda && config.precision == TrainConfig::Precision::bf16 ? DType::bf16 : DType::f32;
+}
+
+}  // namespace kestrel

@@ -1,0 +1,16 @@
+// Which device a run uses, and what it computes in there.
+#pragma once
+
+#include "kernels/core/tensor.h"
+#include "src/config/run_config.h"
+
+namespace kestrel {
+
+// `auto` takes the GPU where the program has the back end and the machine a device; `cuda` without one is a
+// DeviceError.
+Device choose_device(const TrainConfig& config);
+
+// The CPU computes in fp32 whatever train.precision says; start-up lines say so.
+DType working_dtype(const TrainConfig& config, Device device);
+
+}  // namespace kestrel
