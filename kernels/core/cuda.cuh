@@ -82,12 +82,16 @@ constexpr int kPerAccess = 16 / static_cast<int>(sizeof(T));
 template <class T>
 using Vec16 = Pack<T, kPerAccess<T>>;
 
-enum class Cache { keep, once };  // once: the line will not be read again soon (evict first)
+// once: the line will not be read again soon (evict first).  constant: nobody writes it while the kernel runs, so loads
+// may move past stores.
+enum class Cache { keep, once, constant };
 
 template <Cache cache, class Raw>
 __device__ __forceinline__ Raw load_raw(const Raw* p) {
   if constexpr (cache == Cache::once) {
     return __ldcs(p);
+  } else if constexpr (cache == Cache::constant) {
+    return __ldg(p);
   } else {
     return *p;
   }
@@ -107,42 +111,55 @@ using Raw = std::conditional_t<
     bytes == 16, uint4,
     std::conditional_t<bytes == 8, uint2, std::conditional_t<bytes == 4, unsigned int, unsigned short>>>;
 
-// x[i] = p[i], i < V; V elements in accesses of up to 16 bytes, to which p is aligned.
-template <int V, Cache cache = Cache::keep, class T>
-__device__ __forceinline__ void load(float (&x)[V], const T* p) {
-  constexpr int kBytes = V * static_cast<int>(sizeof(T)) < 16 ? V * static_cast<int>(sizeof(T)) : 16;
-  constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+// V elements as they lie in memory, to be read in accesses of up to 16 bytes, to which p must be aligned.  Keeps a row in
+// half the registers that floats would take.
+template <class T, int V>
+struct Packed {
+  static constexpr int kBytes = V * static_cast<int>(sizeof(T)) < 16 ? V * static_cast<int>(sizeof(T)) : 16;
+  static constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+  static constexpr int kAccesses = V / kElements;
+  using Word = Raw<kBytes>;
   union Chunk {
-    Raw<kBytes> raw;
+    Word raw;
     T v[kElements];
     __device__ Chunk() {}
   };
+  Chunk chunk[kAccesses];
+
+  template <Cache cache = Cache::keep>
+  __device__ __forceinline__ void load(const T* p) {
 #pragma unroll
-  for (int i = 0; i < V / kElements; ++i) {
-    Chunk chunk;
-    chunk.raw = load_raw<cache>(reinterpret_cast<const Raw<kBytes>*>(p) + i);
-#pragma unroll
-    for (int j = 0; j < kElements; ++j) x[i * kElements + j] = to_float(chunk.v[j]);
+    for (int i = 0; i < kAccesses; ++i) chunk[i].raw = load_raw<cache>(reinterpret_cast<const Word*>(p) + i);
   }
+  template <Cache cache = Cache::keep>
+  __device__ __forceinline__ void store(T* p) const {
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) store_raw<cache>(reinterpret_cast<Word*>(p) + i, chunk[i].raw);
+  }
+  __device__ __forceinline__ void unpack(float (&x)[V]) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i) x[i] = to_float(chunk[i / kElements].v[i % kElements]);
+  }
+  __device__ __forceinline__ void pack(const float (&x)[V]) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) chunk[i / kElements].v[i % kElements] = from_float<T>(x[i]);
+  }
+};
+
+// x[i] = p[i], i < V.
+template <int V, Cache cache = Cache::keep, class T>
+__device__ __forceinline__ void load(float (&x)[V], const T* p) {
+  Packed<T, V> packed;
+  packed.template load<cache>(p);
+  packed.unpack(x);
 }
 
 // p[i] = x[i] rounded to T, i < V.
 template <int V, Cache cache = Cache::keep, class T>
 __device__ __forceinline__ void store(T* p, const float (&x)[V]) {
-  constexpr int kBytes = V * static_cast<int>(sizeof(T)) < 16 ? V * static_cast<int>(sizeof(T)) : 16;
-  constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
-  union Chunk {
-    Raw<kBytes> raw;
-    T v[kElements];
-    __device__ Chunk() {}
-  };
-#pragma unroll
-  for (int i = 0; i < V / kElements; ++i) {
-    Chunk chunk;
-#pragma unroll
-    for (int j = 0; j < kElements; ++j) chunk.v[j] = from_float<T>(x[i * kElements + j]);
-    store_raw<cache>(reinterpret_cast<Raw<kBytes>*>(p) + i, chunk.raw);
-  }
+  Packed<T, V> packed;
+  packed.pack(x);
+  packed.template store<cache>(p);
 }
 
 // ---------------------------------------------------------------- reductions
@@ -189,6 +206,20 @@ __device__ __forceinline__ float block_max(float x, float* shared) {
   for (int w = 1; w < threads / kWarp; ++w) highest = fmaxf(highest, shared[w]);
   __syncthreads();
   return highest;
+}
+
+// Over groups of G threads, of which a block of `threads` holds threads / G, lane by lane: within a warp no
+// synchronisation, otherwise G must be the whole block.  Every thread of the group gets the same bits.
+template <int G, int threads>
+__device__ __forceinline__ float group_sum(float x, float* shared) {
+  static_assert((G & (G - 1)) == 0 && (G <= kWarp || G == threads));
+  if constexpr (G <= kWarp) {
+#pragma unroll
+    for (int mask = G / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+    return x;
+  } else {
+    return block_sum<threads>(x, shared);
+  }
 }
 
 // ---------------------------------------------------------------- activation functions

@@ -6,17 +6,19 @@
 //   g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias))      (lower_bound < 0: log decay in (lower_bound, 0))
 //   g = -exp(A_log) softplus(gate + dt_bias)                    (no lower_bound)
 //   S <- diag(e^g) S;   e = v - S^T k;   S <- S + beta k e^T;   o = K^(-1/2) S^T q
-// The state starts from `initial_state` (or zero) at t = 0 and from zero wherever document_start[t] == t > 0.
+// The state starts from `initial_state` (or zero) at t = 0 and from zero wherever document_start[t] == t > 0: the
+// initial state feeds the first document of a row, and final_state is the state after the last token, of the last one.
 //
 // Computed in chunks of 64 tokens (kernels/kda/README.md has the derivation): a [K,V] state per chunk, triangular
 // products inside the chunk.
 //
 // Shapes: q, k, gate [B*T, H*K], v, o [B*T, H*V] (any ld), beta [B*T, H] (any ld); A_log [H] F32, dt_bias [H*K] F32;
 // initial_state, final_state [B,H,K,V] F32 (each may be empty); document_start [B,T] I32 (may be empty).
-// saved: F32 or as kda_saved_shape says; what forward keeps for backward (empty: inference, nothing is kept).
-// Backward overwrites dq, dk, dv, dgate, dbeta and d_initial_state; adds to dA_log and ddt_bias.
-// Errors: lower_bound outside [-5.9, 0) is refused by the config (a 16-token tile would overflow).
-// Source: Kimi K3 report, section 2.1; the recurrence is its equation 1.
+// saved: F32, kda_saved_elements of them: what forward keeps for backward, the state at the entry of every chunk but
+// the first of its document (none at all for T <= 64; empty: inference, nothing is kept). Backward overwrites dq, dk,
+// dv, dgate, dbeta and d_initial_state; adds to dA_log and ddt_bias. Errors: lower_bound outside [-5.9, 0) is refused
+// by the config (a 16-token tile would overflow). Source: Kimi K3 report, section 2.1; the recurrence is its
+// equation 1.
 #pragma once
 
 #include <optional>

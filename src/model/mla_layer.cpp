@@ -64,7 +64,8 @@ void MlaLayer::apply_gate(const Pass& pass) {
   sigmoid_gate_forward(pass.s, a_.n, a_.o, gate(a_.proj));
 }
 
-void MlaLayer::forward(const Pass& pass, Tensor y, Tensor x) {
+// Everything up to the queries and the normalised latents.
+void MlaLayer::project(const Pass& pass, Tensor x) {
   const int64_t N = pass.N();
   a_.proj = pass.save({N, in_->rows}, pass.dtype, "mla");
   linear_forward(pass.s, a_.proj, x, in_->w);
@@ -75,6 +76,11 @@ void MlaLayer::forward(const Pass& pass, Tensor y, Tensor x) {
     a_.q = pass.save({N, q_b_->rows}, pass.dtype, "mla");
     linear_forward(pass.s, a_.q, a_.q_n, q_b_->w);
   }
+}
+
+void MlaLayer::forward(const Pass& pass, Tensor y, Tensor x) {
+  const int64_t N = pass.N();
+  project(pass, x);
   a_.kv = pass.save({N, kv_b_->rows}, pass.dtype, "mla");
   linear_forward(pass.s, a_.kv, a_.kv_n, kv_b_->w);
   assemble(pass);
@@ -130,15 +136,7 @@ void MlaLayer::decode(const Pass& pass, Tensor y, Tensor x, int64_t past, Tensor
   ScratchScope scope(pass.s);
   KESTREL_CHECK(pass.B == 1, "decoding takes one row, got ", pass.B);
   const int64_t N = pass.N();
-  a_.proj = pass.save({N, in_->rows}, pass.dtype, "mla");
-  linear_forward(pass.s, a_.proj, x, in_->w);
-  if (q_b_) a_.q_rstd = pass.save({N}, DType::f32, "mla");
-  a_.kv_rstd = pass.save({N}, DType::f32, "mla");
-  normalise(pass);
-  if (q_b_) {
-    a_.q = pass.save({N, q_b_->rows}, pass.dtype, "mla");
-    linear_forward(pass.s, a_.q, a_.q_n, q_b_->w);
-  }
+  project(pass, x);
   copy_cast(pass.s, latent.slice(past, N), a_.kv_n);
   copy_cast(pass.s, k_shared_cache.slice(past, N), k_shared(a_.proj));
   a_.o = pass.save({N, H_ * v_}, pass.dtype, "mla");

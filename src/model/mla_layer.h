@@ -39,6 +39,7 @@ class MlaLayer : public Sublayer {
   Tensor k_shared(Tensor proj) const { return proj.columns(query_in(proj).cols() + c_, rope_); }
   Tensor gate(Tensor proj) const { return proj.columns(query_in(proj).cols() + c_ + rope_, H_ * v_); }
 
+  void project(const Pass& pass, Tensor x);
   void normalise(const Pass& pass);
   void assemble(const Pass& pass);
   void apply_gate(const Pass& pass);
