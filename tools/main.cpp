@@ -1,9 +1,11 @@
 // The kestrel program: one subcommand a file of this folder.
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <string>
 
 #include "kernels/core/error.h"
+#include "kernels/gemm/gemm.h"
 #include "tools/command.h"
 
 namespace kestrel::tools {
@@ -28,7 +30,20 @@ std::string usage_error(const CLI::App& app, const CLI::ParseError& e, int argc,
   return text("\"", argv[1], "\" is not a command; the commands are ", known);
 }
 
+// KESTREL_CPU_GEMM=own|openblas overrides which matrix product serves the CPU.
+void choose_cpu_gemm() {
+  const char* value = std::getenv("KESTREL_CPU_GEMM");
+  if (!value || !*value) return;
+  const std::string name = value;
+  if (name != "own" && name != "openblas") {
+    throw ConfigError(text("KESTREL_CPU_GEMM is \"", name,
+                           "\"; the CPU products are \"own\" and \"openblas\". Unset it for the default."));
+  }
+  set_cpu_gemm(name == "own" ? CpuGemm::own : CpuGemm::openblas);
+}
+
 int run(int argc, char** argv) {
+  choose_cpu_gemm();
   CLI::App app("Kestrel trains language models of the Kimi K3 kind: one run file, one program.", "kestrel");
   app.require_subcommand(1);
   app.get_formatter()->column_width(32);
@@ -36,7 +51,8 @@ int run(int argc, char** argv) {
       "Example:\n  kestrel config configs/quickstart.json train.steps=200\n"
       "`kestrel COMMAND --help` shows the options of a command and an example.\n"
       "Exit codes: 0 done, 1 internal error, 2 usage or run file, 3 data or checkpoint, 4 device or communication,\n"
-      "5 diverged, 75 saved after a stop signal (start the same command again).");
+      "5 diverged, 75 saved after a stop signal (start the same command again).\n"
+      "KESTREL_CPU_GEMM=own|openblas chooses the CPU's matrix product (default: kestrel doctor says which).");
   int exit_code = static_cast<int>(ExitCode::done);
   for (const auto add : kCommands) add(app, exit_code);
   try {

@@ -1,8 +1,8 @@
 // Sums over pieces: the second half of every reduction over rows.
 //
 // A kernel that sums over rows leaves one partial sum per piece of rows in scratch; the pieces depend on the number of
-// rows only.  This adds the pieces of each column: 32 runs of consecutive pieces, each in order, then the runs in order.
-// So the bits depend on the shape alone.
+// rows only.  This adds the pieces of each column: 32 runs of consecutive pieces, each in order, then the runs in
+// order. So the bits depend on the shape alone.
 #pragma once
 
 #include "kernels/core/cuda.cuh"
@@ -47,13 +47,13 @@ struct AddTo {
   __device__ void operator()(int64_t c, float sum) const { out[c] += sum; }
 };
 
-// Pieces of rows for such a reduction: enough to fill any device of up to 132 multiprocessors eight times, and at least
-// `least` rows each.  A function of the number of rows only.
+// Pieces of rows for such a reduction: enough for twelve blocks on each of 132 multiprocessors, in multiples of
+// `least` rows.  A function of the number of rows only.
 struct Pieces {
   int64_t count, rows;  // rows per piece; the last may have fewer
 };
 inline Pieces pieces_of(int64_t rows, int64_t least) {
-  constexpr int64_t kMost = 1056;
+  constexpr int64_t kMost = 1584;
   const int64_t per = divide_up(rows > 0 ? rows : 1, kMost);
   const int64_t size = per > least ? divide_up(per, least) * least : least;
   return {divide_up(rows, size), size};

@@ -111,8 +111,8 @@ using Raw = std::conditional_t<
     bytes == 16, uint4,
     std::conditional_t<bytes == 8, uint2, std::conditional_t<bytes == 4, unsigned int, unsigned short>>>;
 
-// V elements as they lie in memory, to be read in accesses of up to 16 bytes, to which p must be aligned.  Keeps a row in
-// half the registers that floats would take.
+// V elements as they lie in memory, to be read in accesses of up to 16 bytes, to which p must be aligned.  Keeps a row
+// in half the registers that floats would take.
 template <class T, int V>
 struct Packed {
   static constexpr int kBytes = V * static_cast<int>(sizeof(T)) < 16 ? V * static_cast<int>(sizeof(T)) : 16;

@@ -1,66 +1,29 @@
 // Copies, casts and sums: one pass, every byte read or written once, bound by memory (no arithmetic to speak of).
-#include "kernels/core/cuda.cuh"
 #include "kernels/core/device_cuda.h"
 #include "kernels/core/elementwise_cuda.h"
+#include "kernels/core/pointwise.cuh"
 
 namespace kestrel::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // accesses in flight per thread
-
-// A matrix as seen by a pointwise kernel: element i of the flattened matrix, V at a time.  Matrices without gaps are
-// one long row, so that no division is needed.
-struct Shape {
-  int64_t rows, cols;
-};
-Shape flattened(const Tensor& a, const Tensor& b) {
-  if (a.contiguous() && b.contiguous()) return {1, a.numel()};
-  return {a.rows(), a.cols()};
-}
-
-// f(row, column) for every V-wide group of columns, kUnroll independent groups per thread.
-template <int V, class F>
-__global__ void __launch_bounds__(kThreads) pointwise(Shape shape, F f) {
-  const int64_t groups = shape.cols / V, total = shape.rows * groups;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kUnroll) + threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < kUnroll; ++i) {
-    const int64_t at = first + i * kThreads;
-    if (at >= total) return;
-    const int64_t row = shape.rows == 1 ? 0 : at / groups;
-    f(row, (at - row * groups) * V);
-  }
-}
-
-template <int V, class F>
-void launch(cudaStream_t stream, Shape shape, F f) {
-  const int64_t total = shape.rows * (shape.cols / V);
-  if (total == 0) return;
-  pointwise<V, F><<<static_cast<unsigned>(divide_up(total, kThreads * kUnroll)), kThreads, 0, stream>>>(shape, f);
-  CUDA_CHECK(cudaGetLastError());
-}
-
-// Wide when the tensors and the (possibly flattened) width allow it.
-template <int V, class Wide, class Narrow>
-void launch_wide_or_not(cudaStream_t stream, Shape shape, bool aligned, const Wide& wide_form,
-                        const Narrow& narrow_form) {
-  if (aligned && shape.cols % V == 0) {
-    launch<V>(stream, shape, wide_form);
-  } else {
-    launch<1>(stream, shape, narrow_form);
-  }
-}
+constexpr int kUnroll = 2;
 
 template <class Out, class In, int V>
 struct Cast {
   Out* out;
   const In* in;
   int64_t out_ld, in_ld;
-  __device__ void operator()(int64_t r, int64_t c) const {
+  using Loaded = Packed<In, V>;
+  __device__ Loaded load(int64_t r, int64_t c) const {
+    Loaded x;
+    x.template load<Cache::once>(in + r * in_ld + c);
+    return x;
+  }
+  __device__ void finish(int64_t r, int64_t c, const Loaded& packed) const {
     float x[V];
-    load<V, Cache::once>(x, in + r * in_ld + c);
-    store<V>(out + r * out_ld + c, x);
+    packed.unpack(x);
+    store(out + r * out_ld + c, x);
   }
 };
 
@@ -70,13 +33,19 @@ struct AddFloats {
   const float* in;
   int64_t out_ld, in_ld;
   float scale;
-  __device__ void operator()(int64_t r, int64_t c) const {
+  struct Loaded {
     float x[V], y[V];
-    load<V, Cache::once>(x, in + r * in_ld + c);
-    load<V>(y, out + r * out_ld + c);
+  };
+  __device__ Loaded load(int64_t r, int64_t c) const {
+    Loaded l;
+    cuda::load<V, Cache::once>(l.x, in + r * in_ld + c);
+    cuda::load<V>(l.y, out + r * out_ld + c);
+    return l;
+  }
+  __device__ void finish(int64_t r, int64_t c, Loaded l) const {
 #pragma unroll
-    for (int i = 0; i < V; ++i) y[i] += scale * x[i];
-    store<V>(out + r * out_ld + c, y);
+    for (int i = 0; i < V; ++i) l.y[i] += scale * l.x[i];
+    store(out + r * out_ld + c, l.y);
   }
 };
 
@@ -84,26 +53,21 @@ struct AddInts {
   int32_t* out;
   const int32_t* in;
   int64_t out_ld, in_ld;
-  __device__ void operator()(int64_t r, int64_t c) const { out[r * out_ld + c] += in[r * in_ld + c]; }
+  __device__ int32_t load(int64_t r, int64_t c) const { return in[r * in_ld + c]; }
+  __device__ void finish(int64_t r, int64_t c, int32_t x) const { out[r * out_ld + c] += x; }
 };
-
-bool aligned16(const void* p) {
-  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
-// Rows of out and in start at multiples of 16 bytes.
-bool aligned_rows(const Tensor& out, const Tensor& in, int V, bool one_row) {
-  return aligned16(out.data) && aligned16(in.data) && (one_row || (out.ld % V == 0 && in.ld % V == 0));
-}
 
 template <class Out, class In>
 void cast(cudaStream_t stream, const Tensor& out, const Tensor& in) {
   constexpr int V = 8;
-  const Shape shape = flattened(out, in);
+  const Extent e = extent_of(out, in);
   Out* to = data_of<Out>(out);
   const In* from = data_of<In>(in);
-  launch_wide_or_not<V>(stream, shape, aligned_rows(out, in, V, shape.rows == 1),
-                        Cast<Out, In, V>{to, from, out.ld, in.ld}, Cast<Out, In, 1>{to, from, out.ld, in.ld});
+  if (wide_extent(V, e, out, in)) {
+    pointwise<V, kUnroll>(stream, e, Cast<Out, In, V>{to, from, out.ld, in.ld});
+  } else {
+    pointwise<1, kUnroll>(stream, e, Cast<Out, In, 1>{to, from, out.ld, in.ld});
+  }
 }
 
 // start[t] = the last boundary at or before t: a running maximum over the row, kThreads tokens at a time.
@@ -112,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int highest[kThreads / kWarp];
   const int32_t* id = segment + blockIdx.x * segment_ld;
   int32_t* out = start + blockIdx.x * start_ld;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int before = 0;
   for (int64_t t0 = 0; t0 < T; t0 += kThreads) {
     const int64_t t = t0 + threadIdx.x;
@@ -166,11 +130,14 @@ void copy_cast(Stream& s, Tensor out, Tensor in) {
 void add_into(Stream& s, Tensor out, Tensor in, float scale) {
   constexpr int V = 4;
   const cudaStream_t stream = cuda_stream(s);
-  const Shape shape = flattened(out, in);
-  if (in.dtype == DType::i32) return launch<1>(stream, shape, AddInts{out.i32(), in.i32(), out.ld, in.ld});
-  launch_wide_or_not<V>(stream, shape, aligned_rows(out, in, V, shape.rows == 1),
-                        AddFloats<V>{out.f32(), in.f32(), out.ld, in.ld, scale},
-                        AddFloats<1>{out.f32(), in.f32(), out.ld, in.ld, scale});
+  const Extent e = extent_of(out, in);
+  if (in.dtype == DType::i32) {
+    pointwise<1, kUnroll>(stream, e, AddInts{out.i32(), in.i32(), out.ld, in.ld});
+  } else if (wide_extent(V, e, out, in)) {
+    pointwise<V, kUnroll>(stream, e, AddFloats<V>{out.f32(), in.f32(), out.ld, in.ld, scale});
+  } else {
+    pointwise<1, kUnroll>(stream, e, AddFloats<1>{out.f32(), in.f32(), out.ld, in.ld, scale});
+  }
 }
 
 void document_starts(Stream& s, Tensor document_start, Tensor segment) {

@@ -1,6 +1,8 @@
 #include "kernels/glu/glu.h"
 
+#include "kernels/core/device.h"
 #include "kernels/glu/glu_cpu.h"
+#include "kernels/glu/glu_cuda.h"
 
 namespace kestrel {
 namespace {
@@ -31,6 +33,9 @@ void glu_forward(Stream& s, const Glu& glu, Tensor y, Tensor a, Tensor b, Tensor
   check_matrix("y", y, a.dtype, a.rows(), a.cols());
   check_row_scale("row_scale", row_scale, a.rows());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::glu_forward(s, glu, y, a, b, row_scale);
+  }
   require_cpu(s);
   cpu::glu_forward(glu, y, a, b, data_or_null(row_scale));
 }
@@ -45,6 +50,9 @@ void glu_backward(Stream& s, const Glu& glu, Tensor da, Tensor db, Tensor drow_s
   check_row_scale("row_scale", row_scale, a.rows());
   check_row_scale("drow_scale", drow_scale, a.rows());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::glu_backward(s, glu, da, db, drow_scale, dy, a, b, row_scale);
+  }
   require_cpu(s);
   cpu::glu_backward(glu, da, db, data_or_null(drow_scale), dy, a, b, data_or_null(row_scale));
 }
@@ -53,6 +61,9 @@ void sigmoid_gate_forward(Stream& s, Tensor y, Tensor o, Tensor gate) {
   check_matrix("gate", gate, o.dtype, o.rows(), o.cols());
   check_matrix("y", y, o.dtype, o.rows(), o.cols());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::sigmoid_gate_forward(s, y, o, gate);
+  }
   require_cpu(s);
   cpu::sigmoid_gate_forward(y, o, gate);
 }
@@ -63,6 +74,9 @@ void sigmoid_gate_backward(Stream& s, Tensor d_o, Tensor dgate, Tensor dy, Tenso
   check_matrix("d_o", d_o, o.dtype, o.rows(), o.cols());
   check_matrix("dgate", dgate, o.dtype, o.rows(), o.cols());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::sigmoid_gate_backward(s, d_o, dgate, dy, o, gate);
+  }
   require_cpu(s);
   cpu::sigmoid_gate_backward(d_o, dgate, dy, o, gate);
 }

@@ -1,6 +1,8 @@
 #include "kernels/norm/norm.h"
 
+#include "kernels/core/device.h"
 #include "kernels/norm/norm_cpu.h"
+#include "kernels/norm/norm_cuda.h"
 #include "kernels/norm/rows.h"
 
 namespace kestrel {
@@ -34,6 +36,9 @@ void rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor weight,
   check_vector("rstd", rstd, x.rows());
   check_vector("weight", weight, x.cols());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::rms_norm_forward(s, y, rstd, x, weight, eps);
+  }
   require_cpu(s);
   cpu::rms_norm_forward(y, rstd.f32(), x, weight.f32(), eps);
 }
@@ -48,6 +53,9 @@ void rms_norm_backward(Stream& s, Tensor dx, Tensor dweight, Tensor dy, Tensor x
   check_vector("weight", weight, D);
   check_vector("dweight", dweight, D);
   KESTREL_CHECK(dx_beta == 0.f || dx_beta == 1.f, "dx_beta is ", dx_beta, ", expected 0 or 1");
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::rms_norm_backward(s, dx, dweight, dy, x, weight, rstd, dx_beta);
+  }
   ScratchScope scope(s);
   const Tensor partial = s.temp({cpu::row_pieces(N), D});
   if (s.planning()) return;
@@ -63,6 +71,9 @@ void gated_rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor g
   check_vector("rstd", rstd, x.rows() * H);
   check_vector("weight", weight, x.cols() / H);
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::gated_rms_norm_forward(s, y, rstd, x, gate, weight, eps);
+  }
   require_cpu(s);
   cpu::gated_rms_norm_forward(y, rstd.f32(), x, gate, weight.f32(), x.cols() / H, eps);
 }
@@ -78,6 +89,10 @@ void gated_rms_norm_backward(Stream& s, Tensor dx, Tensor dgate, Tensor dweight,
   check_vector("rstd", rstd, N * H);
   check_vector("weight", weight, K);
   check_vector("dweight", dweight, K);
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda)
+      return cuda::gated_rms_norm_backward(s, dx, dgate, dweight, dy, x, gate, weight, rstd);
+  }
   ScratchScope scope(s);
   const Tensor partial = s.temp({cpu::row_pieces(N), K});
   if (s.planning()) return;
@@ -89,6 +104,9 @@ void l2_norm_forward(Stream& s, Tensor y, Tensor x, float eps) {
   check_input(x);
   check_matrix("y", y, x.dtype, x.rows(), x.cols());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::l2_norm_forward(s, y, x, eps);
+  }
   require_cpu(s);
   cpu::l2_norm_forward(y, x, eps);
 }
@@ -98,6 +116,9 @@ void l2_norm_backward(Stream& s, Tensor dx, Tensor dy, Tensor x, float eps) {
   check_matrix("dx", dx, x.dtype, x.rows(), x.cols());
   check_matrix("dy", dy, x.dtype, x.rows(), x.cols());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::l2_norm_backward(s, dx, dy, x, eps);
+  }
   require_cpu(s);
   cpu::l2_norm_backward(dx, dy, x, eps);
 }

@@ -5,8 +5,8 @@
 //
 // Shapes: x, y [N, D] (x and y may be column blocks: ld >= D), w [D] F32, rstd [N] F32 (saved for backward).
 // dtypes: x, y, g in the activation dtype; statistics in fp32.
-// Backward overwrites dx and dgate, and adds to dw.  With u = w dy:  dx = r u - x r^3 mean(u x);  dw += sum_rows dy x
-// r.
+// Backward overwrites dx and dgate, and adds to dw (F32).  With u = w dy:  dx = r u - x r^3 mean(u x);
+// dw += sum_rows dy x r.  On the GPU dx of rms_norm may be F32 beside BF16 activations.
 // In place: y may be x; dx may be dy (not with dx_beta = 1, and for the gated form not x or gate); dgate may be gate.
 // N = 0 is allowed; D, K >= 1.  A shape or dtype that does not fit is a ContractError.
 #pragma once

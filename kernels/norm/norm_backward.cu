@@ -4,7 +4,7 @@
 //
 // x, dy (and gate) are read once, dx (and dgate) written once: 3 (5) N D elements, about 10 operations each; bound by
 // memory.  A block takes a piece of rows and keeps its part of dw in registers; one partial [D] per piece goes to
-// scratch (F32, at most 1056 pieces: it stays in L2), and a second kernel adds the pieces in order.
+// scratch (F32, at most 1584 pieces: it stays in L2), and a second kernel adds the pieces in order.
 #include "kernels/core/column_sum.cuh"
 #include "kernels/norm/norm_cuda.h"
 #include "kernels/norm/norm_rows.cuh"
@@ -12,7 +12,7 @@
 namespace kestrel::cuda {
 namespace {
 
-constexpr int64_t kLeastRows = 16;  // of a piece: two rounds of the eight rows a block of the narrowest group takes
+constexpr int64_t kLeastRows = 8;  // of a piece: what a block of the narrowest group takes at a time
 
 template <class T, class DX>
 struct Backward {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void combine_groups(float* out, const float (&dw)[C][
 }
 
 template <Norm kind, class T, class DX, int G, int C>
-__global__ void __launch_bounds__(kNormThreads) group_backward(const Backward<T, DX> a) {
+__global__ void __launch_bounds__(kNormThreads, sizeof(T) == 2 ? 3 : 1) group_backward(const Backward<T, DX> a) {
   constexpr int kGroups = kNormThreads / G;
   constexpr bool gated = kind == Norm::gated;
   __shared__ float shared[kNormThreads / kWarp];
@@ -216,9 +216,9 @@ template <Norm kind, class T, class DX>
 void launch(cudaStream_t stream, const Backward<T, DX>& a, int64_t pieces, bool aligned) {
   const unsigned blocks = static_cast<unsigned>(pieces);
   const bool grouped = aligned && with_group<kind>(a.shape.D, [&](auto group) {
-    constexpr int G = decltype(group)::kThreadsPerRow, C = decltype(group)::kPackets;
-    group_backward<kind, T, DX, G, C><<<blocks, kNormThreads, 0, stream>>>(a);
-  });
+                         constexpr int G = decltype(group)::kThreadsPerRow, C = decltype(group)::kPackets;
+                         group_backward<kind, T, DX, G, C><<<blocks, kNormThreads, 0, stream>>>(a);
+                       });
   if (!grouped) loop_backward<kind, T, DX><<<blocks, kLoopThreads, 0, stream>>>(a);
   CUDA_CHECK(cudaGetLastError());
 }
@@ -237,8 +237,7 @@ void backward(Stream& s, const Arguments& t) {
   ScratchScope scope(s);
   const Tensor partial = kind == Norm::l2 ? Tensor() : s.temp({pieces.count, t.D});
   if (s.planning() || shape.rows == 0) return;
-  const bool aligned =
-      all_wide(kPacket, t.dx, t.dgate, t.dy, t.x, t.gate, t.weight) && t.D % kPacket == 0;
+  const bool aligned = all_wide(kPacket, t.dx, t.dgate, t.dy, t.x, t.gate, t.weight) && t.D % kPacket == 0;
   with_activation(t.x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto run = [&](auto dx_type) {

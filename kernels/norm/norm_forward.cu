@@ -1,5 +1,5 @@
-// Forward: x (and gate) read once, y written once, 2 (3) N D elements and N r's; about 4 operations an element, so bound
-// by memory.  A warp keeps up to 8 loads of 16 bytes per thread in flight.
+// Forward: x (and gate) read once, y written once, 2 (3) N D elements and N r's; about 4 operations an element, so
+// bound by memory.  A warp keeps up to 8 loads of 16 bytes per thread in flight.
 #include "kernels/norm/norm_cuda.h"
 #include "kernels/norm/norm_rows.cuh"
 
@@ -95,10 +95,10 @@ template <Norm kind, class T>
 void launch(cudaStream_t stream, const Forward<T>& a, bool aligned) {
   if (a.shape.rows == 0) return;
   const bool grouped = aligned && with_group<kind>(a.shape.D, [&](auto group) {
-    constexpr int G = decltype(group)::kThreadsPerRow, C = decltype(group)::kPackets;
-    const unsigned blocks = static_cast<unsigned>(divide_up(a.shape.rows, kNormThreads / G));
-    group_forward<kind, T, G, C><<<blocks, kNormThreads, 0, stream>>>(a);
-  });
+                         constexpr int G = decltype(group)::kThreadsPerRow, C = decltype(group)::kPackets;
+                         const unsigned blocks = static_cast<unsigned>(divide_up(a.shape.rows, kNormThreads / G));
+                         group_forward<kind, T, G, C><<<blocks, kNormThreads, 0, stream>>>(a);
+                       });
   if (!grouped) loop_forward<kind, T><<<static_cast<unsigned>(a.shape.rows), kLoopThreads, 0, stream>>>(a);
   CUDA_CHECK(cudaGetLastError());
 }
@@ -109,12 +109,9 @@ void forward(Stream& s, const Tensor& y, float* rstd, const Tensor& x, const Ten
   const bool aligned = all_wide(kPacket, y, x, gate, weight) && D % kPacket == 0;
   with_activation(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Forward<T> a{norm_shape(kind, x, D, eps),
-                       {data_of<T>(y), y.ld},
-                       {data_of<T>(x), x.ld},
-                       {gate ? data_of<T>(gate) : nullptr, gate.ld},
-                       weight ? weight.f32() : nullptr,
-                       rstd};
+    const Forward<T> a{norm_shape(kind, x, D, eps),     {data_of<T>(y), y.ld},
+                       {data_of<T>(x), x.ld},           {gate ? data_of<T>(gate) : nullptr, gate.ld},
+                       weight ? weight.f32() : nullptr, rstd};
     launch<kind, T>(cuda_stream(s), a, aligned);
   });
 }

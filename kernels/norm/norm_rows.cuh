@@ -4,8 +4,8 @@
 // scale 1 and no weight, only the gated one has a gate.  A row is D columns of head r % H of token r / H (H = 1 but for
 // the gated form).
 //
-// Two kernels each way.  `Group` kernels: G threads hold a whole row in registers, C packets of 8 elements each, so x is
-// read once; a warp takes a row of up to 2048 columns (no synchronisation), a block up to 8192.  `Loop` kernels take
+// Two kernels each way.  `Group` kernels: G threads hold a whole row in registers, C packets of 8 elements each, so x
+// is read once; a warp takes a row of up to 2048 columns (no synchronisation), a block up to 8192.  `Loop` kernels take
 // any width and alignment: a block per row, the row is read again for the second pass.
 #pragma once
 

@@ -58,6 +58,16 @@ std::string parameters(int64_t n) {  // the field's B for 1e9
   return out;
 }
 
+std::string memory_line(const std::string& purpose, int64_t bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double x = static_cast<double>(bytes);
+  int u = 0;
+  while (x >= 1024 && u < 4) x /= 1024, ++u;
+  char line[96];
+  std::snprintf(line, sizeof line, "  %-28s %9.2f %s\n", purpose.c_str(), x, units[u]);
+  return line;
+}
+
 double attention_flops(const ModelConfig& c, int64_t T) {
   // QK^T and PV over T/2 keys on average; backward does both twice more.
   const double forward = 2.0 * static_cast<double>(c.qk_head_dim() + c.v_head_dim) * static_cast<double>(T) / 2.0;
@@ -138,14 +148,9 @@ std::string plan_text(const RunConfig& c, const Plan& p) {
     << "FLOP\n"
     << "memory       one rank, nothing sharded, micro-batch " << c.train.micro_batch_size << " x "
     << c.data.sequence_length << ", recompute " << to_string(c.train.recompute) << ", CPU back end in fp32\n";
-  for (const auto& [purpose, b] : p.bytes) {
-    char line[96];
-    std::snprintf(line, sizeof line, "  %-28s %12.3f GiB\n", purpose.c_str(), static_cast<double>(b) / (1 << 30));
-    o << line;
-  }
-  char line[96];
-  std::snprintf(line, sizeof line, "  %-28s %12.3f GiB\n", "total", static_cast<double>(p.total_bytes()) / (1 << 30));
-  return o.str() + line;
+  for (const auto& [purpose, b] : p.bytes) o << memory_line(purpose, b);
+  o << memory_line("total", p.total_bytes());
+  return o.str();
 }
 
 std::string plan_json(const Plan& p) {

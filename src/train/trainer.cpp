@@ -44,6 +44,12 @@ Trainer::Trainer(const RunConfig& config)
 Trainer::~Trainer() = default;
 
 void Trainer::open_data() {
+  if (config_.data.train.empty()) {
+    throw ConfigError(
+        "data.train is empty: there is nothing to train on. Make token shards with kestrel data build and list them, "
+        "for "
+        "example data.train='[\"data/mine/train-*.safetensors\"]'.");
+  }
   std::string fingerprint;
   if (config_.data.tokenizer) {
     const Tokenizer tokenizer = Tokenizer::load(*config_.data.tokenizer);
