@@ -71,7 +71,8 @@ Process::Process(const Arguments& arguments, const CommandOptions& options) : ti
   const int err = open((dir_ / "err").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
   start_ = Clock::now();
   pid_ = fork();
-  if (pid_ == 0) become(argv.data(), env.data(), options.folder.c_str(), out, err, static_cast<rlim_t>(options.file_limit));
+  if (pid_ == 0)
+    become(argv.data(), env.data(), options.folder.c_str(), out, err, static_cast<rlim_t>(options.file_limit));
   close(out);
   close(err);
   EXPECT_GT(pid_, 0) << std::strerror(errno);
@@ -198,7 +199,8 @@ nlohmann::json tiny_run(const std::string& shard, const std::string& out) {
 void make_text_data(const std::string& folder) {
   const std::string text = read_text(std::string(KESTREL_FIXTURES) + "/text/kjv_excerpt.txt").substr(0, 40000);
   write_text(folder + "/text.txt", text);
-  must(program({"tokenizer", "train", "--vocab-size", "300", "--out", folder + "/tokenizer.json", folder + "/text.txt"}));
+  must(program(
+      {"tokenizer", "train", "--vocab-size", "300", "--out", folder + "/tokenizer.json", folder + "/text.txt"}));
   must(program({"data", "build", "--tokenizer", folder + "/tokenizer.json", "--out", folder + "/data",
                 "--validation-fraction", "0.1", "--split-documents", "line", folder + "/text.txt"}));
 }
@@ -227,8 +229,7 @@ int64_t steps_logged(const std::string& run_dir) {
 std::map<std::string, std::string> files_of(const std::string& folder) {
   std::map<std::string, std::string> files;
   for (const auto& e : std::filesystem::recursive_directory_iterator(folder)) {
-    if (e.is_regular_file())
-      files[std::filesystem::relative(e.path(), folder).string()] = read_text(e.path().string());
+    if (e.is_regular_file()) files[std::filesystem::relative(e.path(), folder).string()] = read_text(e.path().string());
   }
   return files;
 }

@@ -116,10 +116,9 @@ TEST_P(Ablation, TrainsResumesAndGenerates) {
   }
   EXPECT_EQ(metrics_of(second.folder + run), tail);
 
-  const Outcome generated = must(program(
-      {"generate", first.folder + full, "--prompt", "And God said", "--max-tokens", "12", "--temperature", "0.8",
-       "--ignore-eos"},
-      first));
+  const Outcome generated = must(program({"generate", first.folder + full, "--prompt", "And God said", "--max-tokens",
+                                          "12", "--temperature", "0.8", "--ignore-eos"},
+                                         first));
   EXPECT_TRUE(generated.out.starts_with("And God said")) << generated.out;
   EXPECT_GT(generated.out.size(), std::string("And God said").size() + 4) << generated.out;
   EXPECT_NE(generated.err.find("12 tokens in"), std::string::npos) << generated.err;

@@ -141,8 +141,8 @@ TEST_F(BadInput, ShardWhoseHeaderLies) {
 }
 
 TEST_F(BadInput, ShardWithoutVocabulary) {
-  use_shard(safetensors_text(R"({"tokens":{"dtype":"U16","shape":[300],"data_offsets":[0,600]}})",
-                             std::string(600, '\1')));
+  use_shard(
+      safetensors_text(R"({"tokens":{"dtype":"U16","shape":[300],"data_offsets":[0,600]}})", std::string(600, '\1')));
   refused(train(run()), kData, {shard_, "vocab_size"});
 }
 

@@ -95,9 +95,8 @@ TEST(ParityErrors, WeightsOfAnotherModel) {
   const TempDir dir;
   std::filesystem::copy(folder("model_k3") + "/config.json", dir / "config.json");
   std::filesystem::copy(folder("model_standard_residual") + "/model.safetensors", dir / "model.safetensors");
-  expect_refusal(
-      program(parity(dir.path(), folder("model_k3") + "/expected.safetensors", dir / "out.safetensors")), 3,
-      {"are not this model's", "missing", "_res_", "config.json"});
+  expect_refusal(program(parity(dir.path(), folder("model_k3") + "/expected.safetensors", dir / "out.safetensors")), 3,
+                 {"are not this model's", "missing", "_res_", "config.json"});
 }
 
 TEST(ParityErrors, DeviceThatIsNotThere) {

@@ -1,0 +1,124 @@
+// The commands around training: help, evaluation, exchange with Hugging Face's layout.
+#include "program.h"
+
+using namespace kestrel;
+using namespace kestrel::test;
+using nlohmann::json;
+
+namespace {
+
+const Arguments kCommands = {"train",  "eval", "generate", "data",  "tokenizer", "import-hf", "export-hf",
+                             "parity", "plan", "report",   "bench", "config",    "doctor"};
+
+// A run of real text in `folder`/run, six steps.
+void train_on_text(const std::string& folder) {
+  make_text_data(folder);
+  json run = tiny_run(folder + "/data/train-*.safetensors", folder + "/run");
+  run["model"]["vocab_size"] = 300;
+  run["data"]["validation"] = {folder + "/data/validation-*.safetensors"};
+  run["data"]["tokenizer"] = folder + "/tokenizer.json";
+  run["eval"] = {{"every", 6}, {"batches", 0}};
+  write_text(folder + "/run.json", run.dump());
+  must(program({"train", folder + "/run.json"}));
+}
+
+}  // namespace
+
+TEST(Help, EveryCommandHasOneWithAnExample) {
+  const Outcome top = must(program({"--help"}));
+  for (const std::string& c : kCommands) {
+    EXPECT_NE(top.out.find("\n  " + c), std::string::npos) << c;
+    const Outcome o = must(program({c, "--help"}));
+    EXPECT_NE(o.out.find("Example:\n  kestrel " + c), std::string::npos) << o.out;
+  }
+}
+
+TEST(Help, ExamplesOnShippedFilesWork) {
+  CommandOptions here;
+  here.folder = KESTREL_SOURCE_DIR;
+  const TempDir dir;
+  for (const std::string line :
+       {"kestrel config configs/quickstart.json train.steps=200", "kestrel config --explain gate_lower_bound",
+        "kestrel plan configs/k3_2p8t.json", "kestrel doctor"}) {
+    must(shell(line, here));
+  }
+  must(shell(
+      "kestrel parity --model tests/fixtures/model_k3 --tokens tests/fixtures/model_k3/expected.safetensors --out " +
+          (dir / "p.safetensors") + " --grads",
+      here));
+  must(shell("kestrel import-hf tests/fixtures/model_k3 --out " + (dir / "imported"), here));
+  must(
+      shell("kestrel bench step configs/quickstart.json train.micro_batch_size=1 train.global_batch_size=2 --repeats 1 "
+            "--updates 1 --warmup 0",
+            here));
+}
+
+TEST(Commands, EvaluationAgreesWithTheTrainers) {
+  const TempDir dir;
+  train_on_text(dir.path());
+  const json last = metrics_of(dir / "run").back();
+  const json eval = json::parse(must(program({"eval", dir / "run", "--json"})).out);
+  // Other batch sizes sum the same fp32 losses in fp64: only the products' rounding by batch remains.
+  EXPECT_NEAR(eval["loss"].get<double>(), last["val_loss"].get<double>(), 1e-5);
+  EXPECT_NEAR(eval["bits_per_byte"].get<double>(), last["val_bits_per_byte"].get<double>(), 1e-5);
+  EXPECT_EQ(eval["targets"], last["val_targets"]);
+
+  write_text(dir / "choices.jsonl", R"({"context": "And God", "choices": [" said", "zqzq"], "answer": 0}
+{"context": "In the", "choices": ["xkqj", " beginning"], "answer": 1}
+)");
+  const json choices =
+      json::parse(must(program({"eval", dir / "run", "--choices", dir / "choices.jsonl", "--json"})).out);
+  EXPECT_EQ(choices["questions"], 2);
+  EXPECT_GE(choices["accuracy"].get<double>(), 0.0);
+  EXPECT_LE(choices["accuracy"].get<double>(), 1.0);
+  write_text(dir / "bad.jsonl", "{\"context\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": 2}\n");
+  expect_refusal(program({"eval", dir / "run", "--choices", dir / "bad.jsonl"}), 3, {"bad.jsonl line 1", "answer 2"});
+}
+
+TEST(Commands, ExportImportAndParityCarryTheSameModel) {
+  const TempDir dir;
+  train_on_text(dir.path());
+  must(program({"export-hf", dir / "run", "--out", dir / "fp32"}));
+  must(program({"export-hf", dir / "run", "--out", dir / "bf16", "--dtype", "bf16"}));
+  EXPECT_EQ(read_text(dir / "fp32/tokenizer.json"), read_text(dir / "tokenizer.json"));
+  must(program({"import-hf", dir / "fp32", "--out", dir / "again"}));
+  must(program({"import-hf", dir / "bf16", "--out", dir / "again_bf16"}));
+  const SafetensorsFile a(dir / "fp32/model.safetensors"), b(dir / "again/model.safetensors"),
+      c(dir / "again_bf16/model.safetensors");
+  ASSERT_EQ(a.entries().size(), b.entries().size());
+  for (const auto& [name, entry] : a.entries()) {
+    EXPECT_EQ(std::memcmp(entry.data, b.entry(name).data, static_cast<size_t>(entry.bytes)), 0) << name;
+    EXPECT_LE(relative_error(c.tensor(name), a.tensor(name)), 4e-3) << name;  // bf16 keeps eight bits: 2^-9 a rounding
+  }
+  const auto loss = [&](const std::string& model) {
+    std::vector<int32_t> ids(48), targets(48);
+    for (size_t i = 0; i < ids.size(); ++i)
+      ids[i] = static_cast<int32_t>((7 * i + 1) % 300), targets[i] = static_cast<int32_t>((7 * i + 8) % 300);
+    write_safetensors(dir / "tokens.safetensors",
+                      {{"tokens", Tensor::of(ids.data(), {2, 24})}, {"targets", Tensor::of(targets.data(), {2, 24})}});
+    must(program(
+        {"parity", "--model", model, "--tokens", dir / "tokens.safetensors", "--out", dir / "out.safetensors"}));
+    return *SafetensorsFile(dir / "out.safetensors").tensor("loss").as<double>();
+  };
+  EXPECT_EQ(loss(dir / "fp32"), loss(dir / "again"));
+  EXPECT_NEAR(loss(dir / "bf16"), loss(dir / "fp32"), 0.02);
+  expect_refusal(program({"export-hf", dir / "run", "--out", dir / "fp32"}), 3, {"fp32"});  // never overwritten
+}
+
+TEST(Commands, GenerationStreamsRepeatsAndRefuses) {
+  const TempDir dir;
+  train_on_text(dir.path());
+  const Arguments greedy = {"generate", dir / "run", "--prompt", "In the", "--max-tokens", "12", "--temperature", "0"};
+  const Outcome a = must(program(greedy)), b = must(program(greedy));
+  EXPECT_EQ(a.out, b.out);
+  EXPECT_EQ(a.out.rfind("In the", 0), 0u) << a.out;
+  const auto draw = [&](const std::string& seed) {
+    return must(program({"generate", dir / "run", "--prompt", "In the", "--max-tokens", "24", "--ignore-eos", "--seed",
+                         seed}))
+        .out;
+  };
+  EXPECT_EQ(draw("1"), draw("1"));
+  EXPECT_NE(draw("1"), draw("2"));
+  expect_refusal(program({"generate", dir / "run", "--top-p", "0"}), 2, {"top-p", "0", "(0, 1]"});
+  expect_refusal(program({"generate", dir / "nowhere"}), 3, {"nowhere"});
+}
