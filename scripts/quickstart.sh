@@ -41,10 +41,19 @@ trained=$SECONDS
 
 say "result"
 metrics=$run/metrics.jsonl
-field() { grep -o "\"$1\":[^,}]*" "$metrics" | cut -d: -f2; }
-first=$(field loss | head -n 1)
-last=$(field loss | tail -n 1)
-bits=$(field val_bits_per_byte | tail -n 1)
+# First or last value of a field of metrics.jsonl.
+field() {
+  awk -v name="\"$1\":" -v which="$2" '{
+    at = index($0, name)
+    if (at == 0 || (which == "first" && found)) next
+    value = substr($0, at + length(name))
+    sub(/[,}].*/, "", value)
+    found = 1
+  } END { print value }' "$metrics"
+}
+first=$(field loss first)
+last=$(field loss last)
+bits=$(field val_bits_per_byte last)
 bytes=$(wc -c <"$data/validation.txt")
 packed=$(gzip -9 -c "$data/validation.txt" | wc -c)
 awk -v first="$first" -v last="$last" -v bits="$bits" -v bytes="$bytes" -v packed="$packed" 'BEGIN {
