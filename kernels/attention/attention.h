@@ -8,6 +8,11 @@
 //   mla_assemble   k[n,h] = [kv[n,h,:dn] ; k_shared[n]],  v[n,h] = kv[n,h,dn:]
 // kv [N, H*(dn+dv)], k_shared [N, dr] (any ld), k [N, H*(dn+dr)], v [N, H*dv].  Backward overwrites dkv and
 // dk_shared[n] = sum_h dk[n,h,dn:].
+//
+// dtypes: F32; on CUDA q, k, v, o and their gradients may be BF16 instead (scores, softmax and sums stay fp32).  On
+// CUDA Dqk and Dv are at most 256; cuDNN serves BF16 without documents (attention_cudnn.h says when), own kernels the
+// rest: cuDNN would want documents as sequences of lengths known to the host.  mla_decode runs on the CPU only: on CUDA
+// it is a ConfigError.
 #pragma once
 
 #include "kernels/core/stream.h"

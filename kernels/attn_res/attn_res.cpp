@@ -1,6 +1,8 @@
 #include "kernels/attn_res/attn_res.h"
 
 #include "kernels/attn_res/attn_res_cpu.h"
+#include "kernels/attn_res/attn_res_cuda.h"
+#include "kernels/core/device.h"
 #include "kernels/norm/rows.h"
 
 namespace kestrel {
@@ -93,6 +95,12 @@ void attn_res_forward(Stream& s, Tensor y, Tensor alpha, Tensor rstd, const std:
   check_mix(sources, alpha, rstd, norm_weight, query);
   const int64_t D = sources[0].cols();
   check_matrix("y", y, sources[0].dtype, sources[0].rows(), D);
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) {
+      if (!s.planning()) cuda::attn_res_forward(s, y, alpha, rstd, sources, norm_weight, query, eps);
+      return;
+    }
+  }
   ScratchScope scope(s);
   const Tensor u = s.temp({D});
   if (s.planning()) return;
@@ -108,6 +116,10 @@ void attn_res_backward(Stream& s, const std::vector<Tensor>& dsources, Tensor dn
   check_mix_grads(dsources, sources, dnorm_weight, dquery);
   const int64_t N = sources[0].rows(), D = sources[0].cols();
   check_matrix("dy", dy, sources[0].dtype, N, D);
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda)
+      return cuda::attn_res_backward(s, dsources, dnorm_weight, dquery, dy, sources, alpha, rstd, norm_weight, query);
+  }
   ScratchScope scope(s);
   const Tensor u = s.temp({D}), total = s.temp({D});
   const Tensor scratch = s.temp({cpu::row_pieces(N), cpu::mix_scratch_width(size(sources), D)});
@@ -124,6 +136,12 @@ void residual_site_forward(Stream& s, ResidualSite& site) {
   check_site(site, sources);
   const Tensor& x = site.prefix ? site.prefix : site.completed[0];
   check_matrix("y", site.y, x.dtype, x.rows(), x.cols());
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) {
+      if (!s.planning()) cuda::residual_site_forward(s, site, sources);
+      return;
+    }
+  }
   ScratchScope scope(s);
   const Tensor u = s.temp({x.cols()});
   if (s.planning()) return;
@@ -146,6 +164,9 @@ void residual_site_backward(Stream& s, const ResidualSite& site, const ResidualS
     if (site.prefix) dsources.push_back(grads.dprefix);
     check_mix_grads(dsources, sources, grads.dmix_norm, grads.dmix_query);
   }
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::residual_site_backward(s, site, sources, dsources, grads, dy);
+  }
   ScratchScope scope(s);
   const Tensor u = s.temp({D}), total = s.temp({D});
   const Tensor scratch = s.temp({cpu::row_pieces(N), cpu::site_scratch_width(size(sources), D)});
@@ -163,6 +184,9 @@ void residual_site_recompute_h(Stream& s, const ResidualSite& site) {
   const std::vector<Tensor> sources = sources_of(site);
   check_site(site, sources);
   if (s.planning() || !site.mixes()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::residual_site_recompute_h(s, site, sources);
+  }
   require_cpu(s);
   cpu::recompute_h({sources, nullptr, site.alpha, site.mix_rstd}, site.h);
 }
@@ -172,6 +196,9 @@ void residual_site_recompute_y(Stream& s, const ResidualSite& site) {
   const Tensor& h = site.mixes() ? site.h : site.prefix;
   check_matrix("y", site.y, h.dtype, h.rows(), h.cols());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::residual_site_recompute_y(s, site);
+  }
   require_cpu(s);
   cpu::recompute_y(site.y, h, site.out_norm, site.rstd);
 }

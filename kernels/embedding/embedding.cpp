@@ -1,6 +1,8 @@
 #include "kernels/embedding/embedding.h"
 
+#include "kernels/core/device.h"
 #include "kernels/embedding/embedding_cpu.h"
+#include "kernels/embedding/embedding_cuda.h"
 
 namespace kestrel {
 namespace {
@@ -20,6 +22,9 @@ void embedding_forward(Stream& s, Tensor y, Tensor ids, Tensor table) {
   check_matrix("y", y, table.dtype, y.rows(), table.cols());
   check_ids_shape(ids, y.rows());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::embedding_forward(s, y, ids, table);
+  }
   require_cpu(s);
   cpu::check_ids(ids.i32(), ids.numel(), table.rows());
   cpu::embedding_forward(y, ids.i32(), table);
@@ -28,6 +33,9 @@ void embedding_forward(Stream& s, Tensor y, Tensor ids, Tensor table) {
 void embedding_backward(Stream& s, Tensor dtable, Tensor dy, Tensor ids) {
   check_matrix("dtable", dtable, DType::f32, dtable.rows(), dy.cols());
   check_ids_shape(ids, dy.rows());
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::embedding_backward(s, dtable, dy, ids);
+  }
   if (s.planning()) return;
   require_cpu(s);
   cpu::check_ids(ids.i32(), ids.numel(), dtable.rows());

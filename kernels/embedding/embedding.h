@@ -2,8 +2,8 @@
 // repeatable).
 //
 // ids: N contiguous I32 of any rank, in [0, V) - an id outside is a ContractError on the CPU (data readers have checked
-// it before); table [V,D] in the activation dtype, y [N,D]; dtable [V,D] F32; dy F32 or the activation dtype.  Any ld.
-// N = 0 is allowed.
+// it before); on the GPU, where nobody waits for it, it reads as a row of NaN and its gradient is dropped; table [V,D]
+// in the activation dtype, y [N,D]; dtable [V,D] F32; dy F32 or the activation dtype.  Any ld. N = 0 is allowed.
 #pragma once
 
 #include "kernels/core/stream.h"

@@ -9,6 +9,11 @@
 // Both CPU products give the same bits for every thread count: the own one computes an element of C in one thread over
 // k in order, OpenBLAS is called on pieces of C that depend on the shape alone.  kernels/gemm/README.md has the
 // details.
+//
+// CUDA: cuBLASLt, with one algorithm per shape, leading dimensions and alignment, chosen by its heuristic (no timing:
+// two runs choose alike) and an own plain product where it has none.  F32 products are true fp32, no TF32.  One
+// workspace of 32 MiB per device, taken at the first product: products of one device must be queued in one order (one
+// stream, or streams that wait for each other).
 #pragma once
 
 #include <string>
@@ -27,6 +32,8 @@ void gemm_batched(Stream& s, Tensor c, Tensor a, Trans ta, Tensor b, Trans tb, f
 // y[N,out] = x[N,in] w[out,in]^T
 void linear_forward(Stream& s, Tensor y, Tensor x, Tensor w);
 // dx[N,in] = dy w + dx_beta dx  (skipped when dx is empty);   dw[out,in] += dy^T x  (skipped when dw is empty)
+// On CUDA dy may be F32 beside BF16 x and w (the router's logits are F32): it is rounded to their dtype in scratch
+// first, as every other gradient of an activation is.
 void linear_backward(Stream& s, Tensor dx, Tensor dw, Tensor dy, Tensor x, Tensor w, float dx_beta = 0.f);
 
 // Which product serves the CPU; OpenBLAS from the start where there is one.  Built without it only `own` exists:

@@ -10,19 +10,6 @@
 
 namespace kestrel::cuda {
 
-constexpr float kLog2e = 1.44269504f;
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal_fast(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // value / denominator with the denominator in [1, 2], so that several can be multiplied before one is inverted.
 struct Fraction {
   float value, denominator;
@@ -53,19 +40,19 @@ struct SituUnit {
     const Fraction t = tanh_fraction(x, exp2_fast(fabsf(x) * (-2.f * kLog2e)));
     const Fraction u = tanh_fraction(y, exp2_fast(fabsf(y) * (-2.f * kLog2e)));
     const float e = exp2_fast(fabsf(a) * -kLog2e);
-    const float inverse = reciprocal_fast(t.denominator * u.denominator * (1.f + e));
+    const float inverse = reciprocal(t.denominator * u.denominator * (1.f + e));
     return (beta * linear_beta) * (t.value * u.value) * ((a < 0.f ? e : 1.f) * inverse);
   }
   __device__ __forceinline__ ValueSlope left(float a) const {
-    const float x = a * inverse_beta, e = exp2_fast(fabsf(x) * (-2.f * kLog2e)), inverse = reciprocal_fast(1.f + e);
+    const float x = a * inverse_beta, e = exp2_fast(fabsf(x) * (-2.f * kLog2e)), inverse = reciprocal(1.f + e);
     const float t = tanh_value(x, e, inverse), slope = 4.f * e * inverse * inverse;
-    const float es = exp2_fast(fabsf(a) * -kLog2e), is = reciprocal_fast(1.f + es);
+    const float es = exp2_fast(fabsf(a) * -kLog2e), is = reciprocal(1.f + es);
     const float s = (a < 0.f ? es : 1.f) * is;
     return {beta * t * s, slope * s + beta * t * (es * is * is)};
   }
   __device__ __forceinline__ ValueSlope right(float b) const {
     const float x = b * inverse_linear_beta, e = exp2_fast(fabsf(x) * (-2.f * kLog2e));
-    const float inverse = reciprocal_fast(1.f + e);
+    const float inverse = reciprocal(1.f + e);
     return {linear_beta * tanh_value(x, e, inverse), 4.f * e * inverse * inverse};
   }
 };
@@ -74,10 +61,10 @@ struct SiluUnit {
   explicit SiluUnit(const Glu&) {}
   __device__ __forceinline__ float value(float a, float b) const {
     const float e = exp2_fast(fabsf(a) * -kLog2e);
-    return a * b * ((a < 0.f ? e : 1.f) * reciprocal_fast(1.f + e));
+    return a * b * ((a < 0.f ? e : 1.f) * reciprocal(1.f + e));
   }
   __device__ __forceinline__ ValueSlope left(float a) const {
-    const float e = exp2_fast(fabsf(a) * -kLog2e), inverse = reciprocal_fast(1.f + e);
+    const float e = exp2_fast(fabsf(a) * -kLog2e), inverse = reciprocal(1.f + e);
     const float s = (a < 0.f ? e : 1.f) * inverse;
     return {a * s, s + a * (e * inverse * inverse)};
   }

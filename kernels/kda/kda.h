@@ -14,11 +14,14 @@
 //
 // Shapes: q, k, gate [B*T, H*K], v, o [B*T, H*V] (any ld), beta [B*T, H] (any ld); A_log [H] F32, dt_bias [H*K] F32;
 // initial_state, final_state [B,H,K,V] F32 (each may be empty); document_start [B,T] I32 (may be empty).
-// saved: F32, kda_saved_elements of them: what forward keeps for backward, the state at the entry of every chunk but
-// the first of its document (none at all for T <= 64; empty: inference, nothing is kept). Backward overwrites dq, dk,
-// dv, dgate, dbeta and d_initial_state; adds to dA_log and ddt_bias. Errors: lower_bound outside [-5.9, 0) is refused
-// by the config (a 16-token tile would overflow). Source: Kimi K3 report, section 2.1; the recurrence is its
-// equation 1.
+// Activations (q, k, v, gate, beta, o and their gradients) have one dtype: F32 on the CPU; F32 or BF16 on CUDA, where K
+// and V are at most 256.
+// saved: F32 [kda_saved_elements], opaque: what forward keeps for backward (empty: inference, nothing is kept).
+//   CPU:  the state at the entry of every chunk but the first of its document; none at all for T <= 64.
+//   CUDA: the state at the entry of every chunk, in the dtype of the activations.
+// Backward overwrites dq, dk, dv, dgate, dbeta and d_initial_state; adds to dA_log and ddt_bias.
+// Errors: lower_bound outside [-5.9, 0) is refused by the config (a 16-token tile would overflow).
+// Source: Kimi K3 report, section 2.1; the recurrence is its equation 1.
 #pragma once
 
 #include <optional>
@@ -45,8 +48,9 @@ struct KdaGrads {
   Tensor d_initial_state;   // may be empty
 };
 
-// Elements (F32) of `saved`.
+// Elements (F32) of `saved`: on the CPU, and on any device.
 int64_t kda_saved_elements(const KdaDims& d);
+int64_t kda_saved_elements(const KdaDims& d, Device device, DType activations);
 
 void kda_forward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state, Tensor saved);
 void kda_backward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor saved, Tensor d_o, Tensor d_final_state,

@@ -7,7 +7,9 @@
 // The step's loss is  sum_n loss_n / (valid targets of the whole global batch): pass its inverse as grad_scale.
 //
 // Shapes: x [N,D], w [V,D], targets [N] I32 in [0,V) or -100, losses [N] F32.  logsumexp in fp32 with the row maximum
-// taken out.
+// taken out.  A target outside [0,V) is a DataError on the CPU; on CUDA, where the host does not wait for the answer,
+// the row's loss and gradient become NaN, which the step's finite check sees. dtypes: F32; on CUDA x, w and dx may be
+// BF16 (dw stays F32): the block of logits and its gradient are then BF16 too, everything between them fp32.
 #pragma once
 
 #include "kernels/core/stream.h"

@@ -1,6 +1,8 @@
 #include "kernels/short_conv/short_conv.h"
 
+#include "kernels/core/device.h"
 #include "kernels/short_conv/short_conv_cpu.h"
+#include "kernels/short_conv/short_conv_cuda.h"
 
 namespace kestrel {
 namespace {
@@ -29,6 +31,9 @@ void short_conv_forward(Stream& s, int64_t B, int64_t T, Tensor y, Tensor x, Ten
   check_input(in);
   check_matrix("y", y, x.dtype, B * T, x.cols());
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::short_conv_forward(s, B, T, y, x, weight, document_start, history);
+  }
   require_cpu(s, x);
   cpu::short_conv_forward(in, y);
 }
@@ -41,6 +46,10 @@ void short_conv_backward(Stream& s, int64_t B, int64_t T, Tensor dx, Tensor dwei
   check_matrix("dy", dy, x.dtype, B * T, x.cols());
   check_matrix("dweight", dweight, DType::f32, weight.rows(), weight.cols());
   KESTREL_CHECK(dweight.contiguous(), "dweight is ", dweight.describe(), ", expected a contiguous tensor");
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda)
+      return cuda::short_conv_backward(s, B, T, dx, dweight, dy, x, weight, document_start);
+  }
   ScratchScope scope(s);
   const Tensor partial = s.temp({cpu::conv_pieces(B, T), weight.cols(), x.cols()});
   if (s.planning()) return;
