@@ -154,7 +154,7 @@ TEST(GpuResidualSite, Forward) {
       }
       expect_close("y", *x.xy, *x.y, tolerance(t));
       // The device takes the norm of the rounded h.
-      expect_close("rstd", *x.xrstd, *x.rstd, t == DType::bf16 && x.mixes() ? 2e-3 : 1e-5);
+      expect_close("rstd", *x.xrstd, *x.rstd, t == DType::bf16 && x.mixes() ? 4e-3 : 1e-5);
     }
   }
 }
