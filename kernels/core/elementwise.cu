@@ -27,10 +27,10 @@ struct Cast {
   }
 };
 
-template <int V>
+template <class T, int V>
 struct AddFloats {
-  float* out;
-  const float* in;
+  T* out;
+  const T* in;
   int64_t out_ld, in_ld;
   float scale;
   struct Loaded {
@@ -56,6 +56,17 @@ struct AddInts {
   __device__ int32_t load(int64_t r, int64_t c) const { return in[r * in_ld + c]; }
   __device__ void finish(int64_t r, int64_t c, int32_t x) const { out[r * out_ld + c] += x; }
 };
+
+template <class T, int V>
+void add_floats(cudaStream_t stream, const Extent& e, const Tensor& out, const Tensor& in, float scale) {
+  T* o = static_cast<T*>(out.data);
+  const T* i = static_cast<const T*>(in.data);
+  if (wide_extent(V, e, out, in)) {
+    pointwise<V, kUnroll>(stream, e, AddFloats<T, V>{o, i, out.ld, in.ld, scale});
+  } else {
+    pointwise<1, kUnroll>(stream, e, AddFloats<T, 1>{o, i, out.ld, in.ld, scale});
+  }
+}
 
 template <class Out, class In>
 void cast(cudaStream_t stream, const Tensor& out, const Tensor& in) {
@@ -128,15 +139,14 @@ void copy_cast(Stream& s, Tensor out, Tensor in) {
 }
 
 void add_into(Stream& s, Tensor out, Tensor in, float scale) {
-  constexpr int V = 4;
   const cudaStream_t stream = cuda_stream(s);
   const Extent e = extent_of(out, in);
   if (in.dtype == DType::i32) {
     pointwise<1, kUnroll>(stream, e, AddInts{out.i32(), in.i32(), out.ld, in.ld});
-  } else if (wide_extent(V, e, out, in)) {
-    pointwise<V, kUnroll>(stream, e, AddFloats<V>{out.f32(), in.f32(), out.ld, in.ld, scale});
+  } else if (in.dtype == DType::bf16) {
+    add_floats<bf16_t, 8>(stream, e, out, in, scale);
   } else {
-    pointwise<1, kUnroll>(stream, e, AddFloats<1>{out.f32(), in.f32(), out.ld, in.ld, scale});
+    add_floats<float, 4>(stream, e, out, in, scale);
   }
 }
 

@@ -5,9 +5,10 @@
 
 namespace kestrel {
 
-void fill_zero(Stream& s, Tensor t);                                 // t = 0 (any dtype, any ld)
-void copy_cast(Stream& s, Tensor out, Tensor in);                    // out = in, between F32 and BF16, any ld
-void add_into(Stream& s, Tensor out, Tensor in, float scale = 1.f);  // out += scale in; F32, or I32 with scale 1
+void fill_zero(Stream& s, Tensor t);               // t = 0 (any dtype, any ld)
+void copy_cast(Stream& s, Tensor out, Tensor in);  // out = in, between F32 and BF16, any ld
+void add_into(Stream& s, Tensor out, Tensor in,
+              float scale = 1.f);  // out += scale in; F32, BF16 (on a GPU), or I32 with scale 1
 
 // document_start[b,t] = first token of the document that token (b,t) belongs to, 0 <= document_start <= t, from segment
 // ids [B,T] I32 (a new document starts wherever the id changes).  The form every kernel takes: token j is visible from

@@ -174,11 +174,14 @@ void MoeLayer::backward(const Pass& pass, Tensor dx, Tensor dy, Tensor x) {
       rms_norm_backward(s, du, u_norm_->grad_vector(), dn, a_.u, u_norm_->vector(), a_.u_rstd);
     }
   }
+  // dx is written by the shared expert and added to by the latent projection and the router.
+  const bool shared_first = shared_ && latent_;
+  if (shared_first) backward_shared(pass, dx, dy, x);
   Tensor dweight = s.temp({N, a_.index.cols()});
   if (latent_) {
     Tensor dz = s.temp({N, l_}, pass.dtype);
     backward_experts(pass, dz, dweight, du);
-    linear_backward(s, dx, down_->g, dz, x, down_->w);
+    linear_backward(s, dx, down_->g, dz, x, down_->w, shared_first ? 1.f : 0.f);
   } else {
     backward_experts(pass, dx, dweight, du);
   }
@@ -186,13 +189,17 @@ void MoeLayer::backward(const Pass& pass, Tensor dx, Tensor dy, Tensor x) {
   route_backward(s, balancer_.routing(), dlogits, dweight, a_.index, a_.score);
   balancer_.add_auxiliary(pass, dlogits, a_.logits, a_.load);
   linear_backward(s, dx, router_->g, dlogits, x, router_->w, 1.f);
-  if (shared_) {
+  if (shared_ && !shared_first) {
     Tensor dshared = s.temp({N, D_}, pass.dtype);
-    Pass inner = pass;
-    if (pass.recompute == Recompute::block) inner.recompute = Recompute::none;  // rebuilt by forward above
-    shared_->backward(inner, dshared, dy, x);
+    backward_shared(pass, dshared, dy, x);
     add_into(s, dx, dshared);
   }
+}
+
+void MoeLayer::backward_shared(const Pass& pass, Tensor dx, Tensor dy, Tensor x) {
+  Pass inner = pass;
+  if (pass.recompute == Recompute::block) inner.recompute = Recompute::none;  // rebuilt by this layer's own forward
+  shared_->backward(inner, dx, dy, x);
 }
 
 }  // namespace kestrel

@@ -30,6 +30,7 @@ class MoeLayer : public Sublayer {
   void dispatch(const Pass& pass, Tensor x);  // rows of z, sorted by expert
   void activate(const Pass& pass);
   void normalise(const Pass& pass);
+  void backward_shared(const Pass& pass, Tensor dx, Tensor dy, Tensor x);
   void backward_experts(const Pass& pass, Tensor dz, Tensor dweight, Tensor du);
 
   int64_t D_, E_, l_, f_;

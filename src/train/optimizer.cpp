@@ -116,11 +116,8 @@ double Optimizer::gradient_norm(Stream& s) {
   ScratchScope scope(s);
   Tensor sum = s.temp({1}, DType::f64);
   fill_zero(s, sum);
-  std::vector<Tensor> grads;
-  for (const Block& b : store_.blocks()) {
-    if (b.trained) grads.push_back(b.g);
-  }
-  sum_of_squares(s, sum, grads);
+  // The flat buffer: its padding and the places of untrained blocks are zeros.
+  sum_of_squares(s, sum, {store_.gradients()});
   if (s.planning()) return 0.0;
   double host = 0;
   download(s, Tensor::of(&host, {1}), sum);
