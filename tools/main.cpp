@@ -39,6 +39,12 @@ void choose_cpu_gemm() {
     throw ConfigError(text("KESTREL_CPU_GEMM is \"", name,
                            "\"; the CPU products are \"own\" and \"openblas\". Unset it for the default."));
   }
+  if (name == "openblas" && !has_openblas()) {
+    throw ConfigError(
+        "KESTREL_CPU_GEMM is \"openblas\", but this program was built without OpenBLAS and has only \"own\". Unset it, "
+        "or "
+        "install OpenBLAS (Debian: libopenblas-dev) and build again.");
+  }
   set_cpu_gemm(name == "own" ? CpuGemm::own : CpuGemm::openblas);
 }
 

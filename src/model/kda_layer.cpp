@@ -89,7 +89,7 @@ void KdaLayer::forward(const Pass& pass, Tensor y, Tensor x) {
   project(pass, x);
   convolve(pass);
   a_.o = pass.save({N, H_ * K_}, pass.dtype, "kda");
-  a_.state = pass.save({kda_saved_elements(dims(pass))}, DType::f32, "kda states");
+  a_.state = pass.save({kda_saved_elements(dims(pass), pass.s.device(), pass.dtype)}, DType::f32, "kda states");
   kda_forward(pass.s, dims(pass), kda_inputs(pass), a_.o, {}, a_.state);
   a_.rstd = pass.save({N, H_}, DType::f32, "kda");
   normalise(pass);
