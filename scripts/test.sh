@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/packages.sh
+source scripts/cuda_toolkit.sh
 
 preset=test
 if [[ ${1:-} == --sanitize ]]; then
@@ -22,8 +23,12 @@ venv=build/venv
 if ! [[ -e $venv/ready ]]; then
   rm -rf "$venv"
   python3 -m venv "$venv"
-  "$venv/bin/pip" install --quiet 'tokenizers>=0.20' 'jsonschema>=4' numpy
+  "$venv/bin/pip" install --quiet 'tokenizers>=0.20' 'jsonschema>=4' nvidia-cudnn-frontend
   touch "$venv/ready"
+fi
+
+if [[ $preset == test ]]; then
+  find_cuda_toolkit "$venv" build/cuda || echo "no CUDA toolkit can be had: building the CPU back end only" >&2
 fi
 
 # Two jobs at least, never more than the machine has; the tests themselves compute with one thread each.
@@ -34,6 +39,9 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_
 
 say "build ($preset)"
 cmake --preset "$preset"
+if [[ $preset == test ]] && command -v nvcc >/dev/null; then
+  cmake -B "build/$preset" -DKESTREL_CUDA=ON >/dev/null  # a toolkit that does not work is an error, not a smaller build
+fi
 cmake --build "build/$preset" -j "$jobs"
 
 say "tests"
