@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Runs everything that needs a GPU: tests/gpu, every model fixture through `kestrel parity` in fp32 and bf16, and the step
+# benchmark; then writes tests/gpu/last_run.json.
+#
+#     scripts/gpu_test.sh                       # builds first (preset cuda)
+#     scripts/gpu_test.sh --binaries DIR        # uses DIR/kestrel and DIR/test_gpu
+#     scripts/gpu_test.sh --out FILE            # writes the record there
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+binaries='' record=tests/gpu/last_run.json
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --binaries) binaries=$2; shift 2 ;;
+    --out) record=$2; shift 2 ;;
+    *) echo "usage: scripts/gpu_test.sh [--binaries DIR] [--out FILE]" >&2; exit 2 ;;
+  esac
+done
+if [[ -z $binaries ]]; then
+  cmake --preset cuda >build/cuda.log 2>&1 && cmake --build build/cuda -j "$(nproc)" --target kestrel test_gpu >>build/cuda.log 2>&1 || {
+    tail -n 30 build/cuda.log
+    exit 1
+  }
+  binaries=build/cuda/gpu
+  mkdir -p $binaries && ln -sf ../kestrel ../tests/test_gpu $binaries/
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+echo "== tests/gpu"
+"$binaries/test_gpu" --gtest_output=json:"$work/tests.json" >"$work/tests.log" 2>&1
+tests_rc=$?
+grep -E '^\[  (FAILED|PASSED)' "$work/tests.log" | sort -u | head -n 40
+[[ $tests_rc -ne 0 ]] && grep -E 'Failure' -A 7 "$work/tests.log" | head -n 80
+grep -E '^KDA ' "$work/tests.log"
+
+echo "== model fixtures on the GPU"
+for precision in fp32 bf16; do
+  for fixture in tests/fixtures/model_*; do
+    name=$(basename "$fixture")
+    if "$binaries/kestrel" parity --device cuda --precision $precision --model "$fixture" --tokens "$fixture/expected.safetensors" \
+      --out "$work/out.safetensors" --grads >"$work/parity.log" 2>&1; then
+      line=$(python3 tests/gpu/compare_parity.py "$work/out.safetensors" "$fixture/expected.safetensors" --json)
+    else
+      line="{\"error\": $(python3 -c 'import json,sys; print(json.dumps(open(sys.argv[1]).read()[-400:]))' "$work/parity.log")}"
+    fi
+    echo "{\"fixture\": \"$name\", \"precision\": \"$precision\", \"result\": $line}" >>"$work/parity.jsonl"
+  done
+done
+python3 - "$work/parity.jsonl" <<'P'
+import json, sys
+for line in open(sys.argv[1]):
+    j = json.loads(line); r = j["result"]
+    print(f"{j['precision']} {j['fixture']:32s}", r["error"][:300] if "error" in r else
+          f"loss {r['loss']:.1e} logits {r['logits']:.1e} gradient {r['worst_gradient']:.1e} ({r['worst_gradient_name']}) cosine {r['worst_cosine']:.5f} ({r['worst_cosine_name']})")
+P
+
+echo "== step"
+"$binaries/kestrel" bench step configs/bench_2p8b.json --json >"$work/step.json" 2>"$work/step.err" || { cat "$work/step.err"; echo null >"$work/step.json"; }
+cat "$work/step.json"
+
+python3 - "$work" "$record" "$tests_rc" <<'P'
+import datetime, hashlib, json, os, subprocess, sys
+work, record, rc = sys.argv[1], sys.argv[2], int(sys.argv[3])
+digest = hashlib.sha256()
+for root in ("kernels", "src"):
+    for folder, _, files in sorted(os.walk(root)):
+        for f in sorted(files):
+            digest.update(os.path.join(folder, f).encode() + b"\0" + open(os.path.join(folder, f), "rb").read())
+gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip()
+tests = json.load(open(f"{work}/tests.json")) if os.path.exists(f"{work}/tests.json") else {}
+result = {
+    "date": datetime.date.today().isoformat(),
+    "source_sha256": digest.hexdigest(),
+    "gpu": gpu,
+    "tests": {"run": tests.get("tests"), "failed": tests.get("failures"), "exit_code": rc},
+    "timings": [l.strip() for l in open(f"{work}/tests.log") if l.startswith("KDA ")],
+    "parity": [json.loads(l) for l in open(f"{work}/parity.jsonl")],
+    "bench_2p8b": json.load(open(f"{work}/step.json")),
+}
+json.dump(result, open(record, "w"), indent=1)
+print("written", record)
+P
+exit $tests_rc
