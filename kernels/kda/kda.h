@@ -9,15 +9,15 @@
 // The state starts from `initial_state` (or zero) at t = 0 and from zero wherever document_start[t] == t > 0: the
 // initial state feeds the first document of a row, and final_state is the state after the last token, of the last one.
 //
-// Computed in chunks of 64 tokens (kernels/kda/README.md has the derivation): a [K,V] state per chunk, triangular
-// products inside the chunk.
+// Computed in chunks of 64 tokens, on the CPU of 16 (kernels/kda/README.md has the derivation): a [K,V] state per
+// chunk, triangular products inside the chunk.
 //
 // Shapes: q, k, gate [B*T, H*K], v, o [B*T, H*V] (any ld), beta [B*T, H] (any ld); A_log [H] F32, dt_bias [H*K] F32;
 // initial_state, final_state [B,H,K,V] F32 (each may be empty); document_start [B,T] I32 (may be empty).
 // Activations (q, k, v, gate, beta, o and their gradients) have one dtype: F32 on the CPU; F32 or BF16 on CUDA, where K
 // and V are at most 256.
 // saved: F32 [kda_saved_elements], opaque: what forward keeps for backward (empty: inference, nothing is kept).
-//   CPU:  the state at the entry of every chunk but the first of its document; none at all for T <= 64.
+//   CPU:  the state every 64 tokens of a document; per token e and two rows of 16 scores: V + 32 numbers.
 //   CUDA: the state at the entry of every chunk, in the dtype of the activations.
 // Backward overwrites dq, dk, dv, dgate, dbeta and d_initial_state; adds to dA_log and ddt_bias.
 // Errors: lower_bound outside [-5.9, 0) is refused by the config (a 16-token tile would overflow).

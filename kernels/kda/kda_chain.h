@@ -1,5 +1,5 @@
-// One chain of KDA: one batch row and one head.  Views of its tensors, and what happens to a token before and after
-// the recurrence: L2 norm, gate, beta.  The chunked form and the token-by-token form share this file and nothing else.
+// One chain of KDA: one batch row and one head.  Views of its tensors, which the chunked form and the token-by-token
+// form share; and what happens to a token before and after the recurrence (L2 norm, gate), as the latter computes it.
 #pragma once
 
 #include <cstring>
@@ -9,6 +9,9 @@
 #include "kernels/kda/kda.h"
 
 namespace kestrel::cpu::kda {
+
+// |x| = (sum x^2 + this)^(1/2)
+constexpr float kNormEpsilon = 1e-6f;
 
 // The rows of one head inside a tensor [B*T, H*width], any ld: row t is token t of the chain.
 struct Rows {

@@ -5,7 +5,6 @@
 namespace kestrel::cpu::kda {
 namespace {
 
-constexpr float kNormEpsilon = 1e-6f;
 // exp(A_log) stays finite, so that 0 * rate is 0 where the gate is saturated.
 constexpr float kHighestALog = 80.f;
 // The softplus gate has no bound.  Below this exp_f gives zero, so nothing depends on g any more.

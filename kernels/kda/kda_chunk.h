@@ -1,4 +1,4 @@
-// KDA over one chunk of one chain: up to 64 consecutive tokens of one document, in four tiles of 16.
+// KDA over one chunk of one chain: up to 16 consecutive tokens of one document.
 //
 // Names follow the README's derivation.  Inside a chunk, with a_t = e^{g_t} the decay of token t and products of decays
 // per key channel:
@@ -12,71 +12,77 @@
 #pragma once
 
 #include "kernels/kda/kda_chain.h"
+#include "kernels/kda/kda_prefetch.h"
 
 namespace kestrel::cpu::kda {
 
-constexpr int64_t kChunk = 64;
-constexpr int64_t kTile = 16;
-constexpr int64_t kTiles = kChunk / kTile;
+constexpr int64_t kChunk = 16;
+// Forward keeps a state every so many tokens of a document; backward walks the chunks of one such segment together.
+constexpr int64_t kSegment = 64;
+constexpr int64_t kChunksPerSegment = kSegment / kChunk;
 
-// Tokens [begin, end) of the chain.  A document is cut into chunks from its first token on, so its chunks (and all
-// bits that follow) are the same wherever it lies in a row.
+// Tokens [begin, end) of the chain.  A document is cut into segments and chunks from its first token on, so its chunks
+// (and all bits that follow) are the same wherever it lies in a row.
 struct Span {
   int64_t begin, end;
   int64_t size() const { return end - begin; }
-  int64_t tiles() const { return (size() + kTile - 1) / kTile; }
-  int64_t padded() const { return tiles() * kTile; }
 };
+int64_t document_of(const ChainInputs& in, int64_t t);  // the first token of t's document
 Span chunk_from(const ChainInputs& in, int64_t begin, int64_t T);
-Span chunk_before(const ChainInputs& in, int64_t end);
+Span segment_before(const ChainInputs& in, int64_t end);
 
-// Scratch of one chunk; K and V are padded to multiples of 8 with zeros (decays with ones), rows past the chunk's end
-// to a multiple of 16 with zero q, k, v, beta and decay one: they change nothing.
-struct ChunkWork {
-  int64_t K, V;                   // padded
-  float *q, *k, *v;               // [64,K] normalised, q times K^-1/2; [64,K]; [64,V]
-  float* decay;                   // [64,K] a
-  float *beta, *q_norm, *k_norm;  // [64]; reciprocal norms
-  float* row_decay;               // [64,K] product of the decays from the start of the token's tile to the token
-  float* tile_decay;              // [4,K] ... over a whole tile
-  float* entry_decay;             // [5,K] ... from the start of the chunk to the start of the tile; [tiles]: all
-  float *q_rows, *k_rows;         // [64,K] q, k times row_decay
-  float *q_in, *k_in;             // [64,K]
-  float* k_tile;                  // [64,K] keys decayed to the end of their own tile
-  float* k_out_t;    // [K,64] keys decayed to the end of the last tile reached, transposed: at last K_out^T
-  float *Aqk, *Akk;  // [64,64], zero above the diagonal inside a diagonal tile; tiles right of it unused
-  float *e, *u;      // [64,V] prediction errors; what is written
-  float* o;          // [64,V]
-  float* state;      // [K,V]
+// Scratch of one chunk.  K and V are padded to multiples of 16 by zeros, tokens past the end of a chunk by zero q, k,
+// v, beta and decay one: they change nothing.  [16,K] stands for K/16 blocks of 16 tokens by 16 channels; [K,16] for
+// K/16 blocks the other way round; a state is V/16 panels [K,16], and its transpose K/16 panels [V,16].
+struct Chunk {
+  float *q, *k;            // [16,K] normalised, q times K^-1/2
+  float* decay;            // [16,K] a
+  float *q_in, *k_in;      // [16,K]
+  float* k_out_t;          // [K,16] K_out^T
+  float* decay_all;        // [K] a_0 ... a_last
+  float *Aqk, *Akk;        // [16,16] zero above the diagonal (Akk: and on it)
+  float *e, *u;            // [16,V] prediction errors; what is written
+  float* beta;             // [16]
+  float *q_norm, *k_norm;  // [16] reciprocal norms
   // backward
-  float *d_o, *d_u, *d_e;                // [64,V]
-  float* u_t;                            // [V,64]
-  float *d_Aqk, *d_Akk;                  // [64,64]
-  float *d_q_rows, *d_k_rows;            // [64,K] gradients of q and k as rows (the later token of a pair)
-  float* d_k_out;                        // [64,K] gradient of the keys as columns (the earlier token of a pair)
-  float* keys;                           // [64,K] keys decayed to the start of a tile
-  float* d_decay_end;                    // [K] gradient of the log decay of the chunk as a whole
-  float *d_state, *d_state_t, *state_t;  // [K,V]; [V,K]; [V,K]
-  float *d_g, *d_bias;                   // [K]
-  float* row;                            // [K] one row of a gradient before it goes through the norm
+  float* decay_in;              // [16,K] a_0 ... a_i
+  float* k_out;                 // [16,K]
+  float *gate_slope, *A_slope;  // [16,K] dg / dgate, dg / dA_log
+  float* state_t;               // S^T at the entry of the chunk
+};
+
+// Scratch of a worker: forward works in chunks[0], backward in all chunks of a segment.
+struct ChunkWork {
+  Prefetcher ahead;
+  int64_t K, V;  // padded
+  Chunk chunks[kChunksPerSegment];
+  float* bias;                         // [K]
+  float *rows_q, *rows_k, *rows_gate;  // [16,K] row-major: padded rows, where K is no multiple of 16
+  float* k_t;                          // [K,16]
+  float* v;                            // [16,V]
+  float* state;                        // S (forward)
+  // backward
+  float *d_o, *d_u, *d_e;     // [16,V]
+  float* u_t;                 // [V,16]
+  float *d_Aqk, *d_Akk;       // [16,16]
+  float *d_q, *d_k, *d_gate;  // [16,K] gradients as rows (the later token of a pair), at last of q, k and the gate
+  float* d_k_out;             // [16,K] gradient of the keys as columns (the earlier token of a pair)
+  float *along_q, *along_k;   // [16,16] <q, dq>, <k, dk> in 16 partial sums
+  float* d_beta;              // [16,16] <dU, e> likewise
+  float* d_state_t;           // dS^T
+  float* d_decay_end;         // [K] gradient of the log decay of the chunk as a whole
+  float* d_bias;              // [K]
 };
 
 int64_t chunk_work_elements(const KdaDims& d, bool backward);
 ChunkWork chunk_work(const KdaDims& d, bool backward, float* memory);
 
-// state <- the [K,V] state at the entry of a chunk (nullptr: zero), and back, between the padded and the plain layout.
-void load_state(const KdaDims& d, ChunkWork& w, float* padded, const float* plain);
-void store_state(const KdaDims& d, const ChunkWork& w, const float* padded, float* plain);
-
-// Everything up to e and u, from w.state.  `ahead`: how far from these the tokens lie that come next (a hint).
-void chunk_errors(const KdaDims& d, const ChainInputs& in, Span span, int64_t ahead, ChunkWork& w);
-// Then the outputs (o rows of the chain), and the state that leaves.
-void chunk_outputs(const KdaDims& d, Span span, ChunkWork& w, Rows o);
-void chunk_advance(Span span, ChunkWork& w);
-
-// Gradients of one chunk, after chunk_errors with w.state the entering state.  w.d_state is the gradient of the leaving
-// state on entry and of the entering state on return.
-void chunk_backward(const KdaDims& d, const ChainInputs& in, Span span, ChunkWork& w, Rows d_o,
-                    const ChainGrads& grads);
+// What forward keeps for backward, of one chain; the states first, then what belongs to each token.
+struct Saved {
+  float* states;  // [floor((T - 1) / 64), K, V] at the entry of every segment but the first of its document
+  Rows e;         // [T, V]
+  Rows A;         // [T, 32] the token's rows of Aqk and Akk
+  float* state_before(int64_t begin, const KdaDims& d) const { return states + (begin / kSegment - 1) * d.K * d.V; }
+};
 
 }  // namespace kestrel::cpu::kda

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "kernels/core/parallel.h"
-#include "kernels/kda/kda_chunk.h"
 
 namespace kestrel::cpu {
 namespace {
@@ -25,61 +24,28 @@ void for_each_chain(const KdaDims& d, F&& fn) {
   });
 }
 
+// States at the entry of every segment but the first of its document: two such segments of a chain begin at least 64
+// tokens apart (the one before is whole), none before token 64, so slot begin / 64 - 1 is a segment's own.
+int64_t saved_states(const KdaDims& d) {
+  return (d.T - 1) / kSegment * d.K * d.V;
+}
+
 int64_t saved_per_chain(const KdaDims& d) {
-  return (d.T - 1) / kChunk * d.K * d.V;
+  return saved_states(d) + d.T * (d.V + 2 * kChunk);
 }
 
-// What is kept: the state at the entry of every chunk but the first of its document.  Two such chunks of a chain begin
-// at least 64 tokens apart (the chunk before one is whole), none before token 64: slot begin / 64 - 1 is its own.
-int64_t saved_offset(const KdaDims& d, Span span) {
-  return (span.begin / kChunk - 1) * d.K * d.V;
-}
-
-// The state that enters a chunk, from what the inputs and forward left.
-void load_entry_state(const KdaDims& d, const ChainInputs& in, Span span, const float* saved, ChunkWork& w) {
-  if (span.begin == 0) {
-    load_state(d, w, w.state, in.initial_state);
-  } else if (restarts(in, span.begin)) {
-    load_state(d, w, w.state, nullptr);
-  } else {
-    load_state(d, w, w.state, saved + saved_offset(d, span));
-  }
-}
-
-void forward_chain(const KdaDims& d, const ChainInputs& in, ChunkWork& w, Rows o, float* final_state, float* saved) {
-  load_state(d, w, w.state, in.initial_state);
-  for (int64_t t = 0; t < d.T;) {
-    const Span span = chunk_from(in, t, d.T);
-    if (restarts(in, t)) {
-      load_state(d, w, w.state, nullptr);
-    } else if (saved != nullptr && t > 0) {
-      store_state(d, w, w.state, saved + saved_offset(d, span));
-    }
-    chunk_errors(d, in, span, kChunk, w);
-    chunk_outputs(d, span, w, o);
-    chunk_advance(span, w);
-    t = span.end;
-  }
-  if (final_state != nullptr) store_state(d, w, w.state, final_state);
-}
-
-void backward_chain(const KdaDims& d, const ChainInputs& in, ChunkWork& w, const float* saved, Rows d_o,
-                    const float* d_final_state, const ChainGrads& g) {
-  std::fill(g.d_dt_bias, g.d_dt_bias + d.K, 0.f);
-  *g.d_A_log = 0.f;
-  load_state(d, w, w.d_state, d_final_state);
-  for (int64_t end = d.T; end > 0;) {
-    const Span span = chunk_before(in, end);
-    load_entry_state(d, in, span, saved, w);
-    chunk_errors(d, in, span, -kChunk, w);
-    chunk_backward(d, in, span, w, d_o, g);
-    if (restarts(in, span.begin)) load_state(d, w, w.d_state, nullptr);
-    end = span.begin;
-  }
-  if (g.d_initial_state != nullptr) store_state(d, w, w.d_state, g.d_initial_state);
+Saved saved_of(const KdaDims& d, const Tensor& saved, int64_t c) {
+  float* states = saved.f32() + c * saved_per_chain(d);
+  float* e = states + saved_states(d);
+  return {states, {e, d.V}, {e + d.T * d.V, 2 * kChunk}};
 }
 
 }  // namespace
+
+const ChainForms& kda::best_chain_forms() {
+  static const ChainForms best = chain_forms_avx512().forward != nullptr ? chain_forms_avx512() : chain_forms_base();
+  return best;
+}
 
 int64_t kda_forward_scratch(const KdaDims& d) {
   return workers(d) * chunk_work_elements(d, false);
@@ -89,25 +55,27 @@ int64_t kda_backward_scratch(const KdaDims& d) {
   return workers(d) * chunk_work_elements(d, true) + d.B * d.H * (d.K + 1);
 }
 
-void kda_forward(const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state, Tensor saved, float* scratch) {
+void kda_forward(const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state, Tensor saved, float* scratch,
+                 const ChainForms& forms) {
   const int64_t per_worker = chunk_work_elements(d, false);
   for_each_chain(d, [&](int64_t worker, int64_t c) {
     ChunkWork w = chunk_work(d, false, scratch + worker * per_worker);
-    forward_chain(d, chain_inputs(d, in, c), w, chain_rows(d, o, c, d.V), chain_state(d, final_state, c),
-                  saved ? saved.f32() + c * saved_per_chain(d) : nullptr);
+    Saved keep{};
+    if (saved) keep = saved_of(d, saved, c);
+    forms.forward(d, chain_inputs(d, in, c), w, chain_rows(d, o, c, d.V), chain_state(d, final_state, c),
+                  saved ? &keep : nullptr);
   });
 }
 
 void kda_backward(const KdaDims& d, const KdaInputs& in, Tensor saved, Tensor d_o, Tensor d_final_state,
-                  const KdaGrads& grads, float* scratch) {
+                  const KdaGrads& grads, float* scratch, const ChainForms& forms) {
   const int64_t per_worker = chunk_work_elements(d, true);
   float* d_dt_bias = scratch + workers(d) * per_worker;
   float* d_A_log = d_dt_bias + d.B * d.H * d.K;
   for_each_chain(d, [&](int64_t worker, int64_t c) {
     ChunkWork w = chunk_work(d, true, scratch + worker * per_worker);
-    backward_chain(d, chain_inputs(d, in, c), w, saved ? saved.f32() + c * saved_per_chain(d) : nullptr,
-                   chain_rows(d, d_o, c, d.V), chain_state(d, d_final_state, c),
-                   chain_grads(d, grads, c, d_dt_bias, d_A_log));
+    forms.backward(d, chain_inputs(d, in, c), w, saved_of(d, saved, c), chain_rows(d, d_o, c, d.V),
+                   chain_state(d, d_final_state, c), chain_grads(d, grads, c, d_dt_bias, d_A_log));
   });
   add_parameter_grads(d, grads, d_dt_bias, d_A_log);
 }

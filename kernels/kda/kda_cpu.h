@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/kda/kda.h"
+#include "kernels/kda/kda_chain_forms.h"
 
 namespace kestrel {
 
@@ -18,8 +19,9 @@ namespace kestrel::cpu {
 int64_t kda_forward_scratch(const KdaDims& d);
 int64_t kda_backward_scratch(const KdaDims& d);
 
-void kda_forward(const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state, Tensor saved, float* scratch);
+void kda_forward(const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state, Tensor saved, float* scratch,
+                 const kda::ChainForms& forms = kda::best_chain_forms());
 void kda_backward(const KdaDims& d, const KdaInputs& in, Tensor saved, Tensor d_o, Tensor d_final_state,
-                  const KdaGrads& grads, float* scratch);
+                  const KdaGrads& grads, float* scratch, const kda::ChainForms& forms = kda::best_chain_forms());
 
 }  // namespace kestrel::cpu

@@ -1,51 +1,88 @@
-// Small dense products on one core, blocked in registers: what the chunk form of KDA is made of.
+// Products of 16 x 16 blocks, summed in registers: what the chunk form of KDA is made of.  Included once per
+// instruction set (kda_chains.h).
 //
-//   C [rows, cols] (=, = -, +=, -=) A [rows, depth] B [depth, cols]
+// A block is 16 rows of 16 floats, contiguous.  A matrix of 16 rows and 16 n columns is n blocks in a row; a matrix of
+// R rows and 16 n columns is n panels of R rows of 16 (so the rows of a panel, 16 by 16, are blocks again).
 //
-// rows and cols must be multiples of 8 (the chunk's scratch is padded so).  B and C are row-major; A is given by two
-// strides, so A^T costs nothing.  An element of C is one chain of fused multiply-adds over depth in order: its bits
-// depend on its row of A and its column of B alone, not on how many other rows or columns there are, nor on the width
-// of the machine's vectors.
+// An element of a sum is one chain of fused multiply-adds over the depth, in order: its bits depend on its row of A and
+// its column of B alone.
 #pragma once
 
-#include <cstdint>
+#include "kernels/kda/kda_vector.h"
 
 namespace kestrel::cpu::kda {
+namespace {
 
-constexpr int64_t kLanes = 8;
-using Lanes = float __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));  // loads need no alignment
+enum class As { plain, transposed };
 
-inline Lanes lanes_at(const float* p) {
-  return *reinterpret_cast<const Lanes*>(p);
-}
-inline Lanes& lanes_at(float* p) {
-  return *reinterpret_cast<Lanes*>(p);
-}
+// R rows by P panels of 16 columns, in registers.
+template <int W, int R, int P>
+struct Sums {
+  static constexpr int kParts = kBlock / W;  // vectors of a row of a block
+  Vec<W> at[R][P * kParts] = {};
 
-// A(i, k) = p[i * row + k * col]
-struct Left {
-  const float* p;
-  int64_t row, col;
-};
-inline Left plain(const float* p, int64_t ld) {
-  return {p, ld, 1};
-}
-inline Left transposed(const float* p, int64_t ld) {
-  return {p, 1, ld};
-}
-
-enum class Into { set, negate, add, subtract };
-
-void multiply(Into how, int64_t rows, int64_t cols, int64_t depth, Left a, const float* b, int64_t ldb, float* c,
-              int64_t ldc);
-
-// to [cols, rows] = from [rows, cols] transposed.
-inline void transpose(int64_t rows, int64_t cols, const float* from, int64_t ld_from, float* to, int64_t ld_to) {
-  for (int64_t i0 = 0; i0 < rows; i0 += 8) {
-    for (int64_t j = 0; j < cols; ++j) {
-      for (int64_t i = i0; i < i0 + 8 && i < rows; ++i) to[j * ld_to + i] = from[i * ld_from + j];
+  // += rows [0, R) of A times B, 16 deep.  a: a block (transposed: given by its transpose) from its first row (column)
+  // to be used; b: 16 rows of the first panel, the next panel `panel` floats further.
+  template <As as, int kSign = 1>
+  [[gnu::always_inline]] inline void add(const float* a, const float* b, int64_t panel) {
+#pragma GCC unroll 4
+    for (int k = 0; k < kBlock; ++k) {
+      Vec<W> right[P * kParts];
+      repeat<P * kParts>([&](auto c) { right[c] = load<W>(b + c / kParts * panel + k * kBlock + c % kParts * W); });
+      repeat<R>([&](auto i) {
+        const float left = as == As::plain ? a[i * kBlock + k] : a[k * kBlock + i];
+        repeat<P * kParts>([&](auto c) {
+          if constexpr (kSign > 0) {
+            at[i][c] += left * right[c];
+          } else {
+            at[i][c] -= left * right[c];
+          }
+        });
+      });
     }
+  }
+  template <As as>
+  [[gnu::always_inline]] inline void subtract(const float* a, const float* b, int64_t panel) {
+    add<as, -1>(a, b, panel);
+  }
+
+  // f(row, panel, column of the panel, vector) for every vector of the sums.
+  template <class F>
+  [[gnu::always_inline]] inline void each(F&& f) {
+    repeat<R>([&](auto i) { repeat<P * kParts>([&](auto c) { f(i, c / kParts, c % kParts * W, at[i][c]); }); });
+  }
+};
+
+// How many rows make full use of the registers beside P panels of columns.
+template <int W, int P>
+constexpr int kRowsFor = W == 16 ? (P == 1   ? 16
+                                    : P == 2 ? 8
+                                             : 4)
+                                 : (P == 1 ? 4 : 2);
+
+// f(constant P, first panel) over `panels` panels, as wide as the registers allow.
+template <int W, class F>
+[[gnu::always_inline]] inline void for_panels(int64_t panels, F&& f) {
+  int64_t p = 0;
+  if constexpr (W == 16) {
+    for (; p + 4 <= panels; p += 4) f(std::integral_constant<int, 4>{}, p);
+    if (p + 2 <= panels) {
+      f(std::integral_constant<int, 2>{}, p);
+      p += 2;
+    }
+  }
+  for (; p < panels; ++p) f(std::integral_constant<int, 1>{}, p);
+}
+
+// f(sums, first row) over the 16 rows of a block and P panels.
+template <int W, int P, class F>
+[[gnu::always_inline]] inline void for_rows(F&& f) {
+  constexpr int R = kRowsFor<W, P>;
+  for (int i = 0; i < kBlock; i += R) {
+    Sums<W, R, P> sums;
+    f(sums, i);
   }
 }
 
+}  // namespace
 }  // namespace kestrel::cpu::kda

@@ -73,7 +73,7 @@ void measure(const KdaDims& d, std::optional<float> bound, int runs) {
 
 int main(int argc, char** argv) {
   omp_set_num_threads(1);
-  const int runs = argc > 1 ? std::atoi(argv[1]) : 5;
+  const int runs = argc > 1 ? std::atoi(argv[1]) : 20;
   measure({1, 2048, 4, 64, 64}, -5.f, runs);
   measure({1, 2048, 4, 64, 64}, std::nullopt, runs);
   measure({1, 2048, 2, 128, 128}, -5.f, runs);

@@ -112,11 +112,11 @@ TEST(KdaContract, EmptyTensors) {
   expect_same_bits(zero, none);
 }
 
-// A chunk's entry state is kept, but for the first chunk of a document: a row of at most 64 tokens keeps nothing.
+// A state every 64 tokens, and V + 32 numbers per token.
 TEST(KdaContract, SavedSize) {
-  EXPECT_EQ(kda_saved_elements({2, 64, 3, 16, 8}), 0);
-  EXPECT_EQ(kda_saved_elements({2, 65, 3, 16, 8}), 2 * 3 * 16 * 8);
-  EXPECT_EQ(kda_saved_elements({1, 2048, 1, 128, 128}), 31 * 128 * 128);
+  EXPECT_EQ(kda_saved_elements({2, 64, 3, 16, 8}), 2 * 3 * 64 * 40);
+  EXPECT_EQ(kda_saved_elements({2, 65, 3, 16, 8}), 2 * 3 * (16 * 8 + 65 * 40));
+  EXPECT_EQ(kda_saved_elements({1, 2048, 1, 128, 128}), 31 * 128 * 128 + 2048 * 160);
   KdaCase c({1, 200, 1, 8, 8});
   CpuStream s(1 << 24);
   Buffer small({kda_saved_elements(c.d) - 1});
