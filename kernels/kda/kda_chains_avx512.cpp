@@ -9,6 +9,8 @@
 
 // From here on the compiler may use AVX-512: nothing below may be reached on a machine without it.
 #pragma GCC target("avx512f,avx512vl,avx512dq,prefer-vector-width=512")
+// GCC 12 takes the undefined operand that its own AVX-512 intrinsics pass on for ours (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include "kernels/kda/kda_chains.h"
 
 namespace kestrel::cpu::kda {

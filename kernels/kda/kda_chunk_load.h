@@ -58,10 +58,9 @@ inline void store_rows(const float* from, Span span, int64_t n, Rows to) {
   }
 }
 
-// a = e^g, and for backward dg/dx and dg/dA_log, of one vector x + bias.
-//   bounded:   g = bound sg, sg = sigmoid(z), z = rate (x + bias):  dg/dx = bound sg (1 - sg) rate,  dg/dA_log = dg/dx
-//   (x + bias) softplus:  g = -rate softplus(x + bias):                        dg/dx = -rate sigmoid(x + bias),
-//   dg/dA_log = g
+// a = e^g, and for backward dg/dx and dg/dA_log, of one vector of gates; y = x + bias.
+//   bounded:   g = bound sg, sg = sigmoid(z), z = rate y;   dg/dx = bound sg (1 - sg) rate,  dg/dA_log = y dg/dx
+//   softplus:  g = -rate softplus(y);                       dg/dx = -rate sigmoid(y),        dg/dA_log = g
 // All through u = e^-|z|: sg (1 - sg) is u / (1 + u)^2, where 1 - sg would have lost its digits in a saturated gate.
 template <int W>
 struct GateValue {
