@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: installs what is missing, builds, prepares real text (the King James Bible), trains a
-# tokenizer and a small K3 on two CPU cores, compares it with gzip on the held-out text, and lets it write.
+# tokenizer and a small K3 on the GPU (where there are one and nvcc) or on the CPU, compares it with gzip on the held-out text,
+# and lets it write.
 #
-#     scripts/quickstart.sh                    # about 5 minutes on two cores
+#     scripts/quickstart.sh                    # about 5 minutes on two cores, without a GPU
 #     scripts/quickstart.sh train.steps=50     # any field of configs/quickstart.json can be overridden
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,9 +19,13 @@ install_packages "${kestrel_build_packages[@]}"
 # The text is optional: prepare_kjv.sh has an excerpt to fall back on, and says so.
 install_packages "${kestrel_text_packages[@]}" || echo "going on with the shipped excerpt"
 
-say "build (CPU back end; log in build/quickstart.log)"
+# A GPU that works, and a compiler for it.
+preset=cpu
+for folder in "${CUDA_HOME:-/usr/local/cuda}/bin"; do [[ -x $folder/nvcc ]] && PATH=$folder:$PATH; done
+if nvidia-smi -L 2>/dev/null | grep -q '^GPU' && command -v nvcc >/dev/null; then preset=cuda; fi
+say "build ($preset back end; log in build/quickstart.log)"
 mkdir -p build
-if ! { cmake --preset cpu -DKESTREL_TESTS=OFF -B build/quickstart && cmake --build build/quickstart --target kestrel; } >build/quickstart.log 2>&1; then
+if ! { cmake --preset $preset -DKESTREL_TESTS=OFF -B build/quickstart && cmake --build build/quickstart --target kestrel; } >build/quickstart.log 2>&1; then
   tail -n 30 build/quickstart.log
   echo "the build failed: see build/quickstart.log" >&2
   exit 1

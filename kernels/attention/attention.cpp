@@ -3,6 +3,7 @@
 #include "kernels/attention/attention_cpu.h"
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 
 namespace kestrel {
 namespace {
@@ -42,6 +43,7 @@ void check_mla(const MlaDims& d) {
 
 void attention_forward(Stream& s, const AttentionDims& d, Tensor o, Tensor lse, Tensor q, Tensor k, Tensor v,
                        Tensor document_start, Tensor max_logit) {
+  const OpRange range(s, "attention_forward");
   check_attention(s, d, q, k, v, o, lse, document_start);
   if (max_logit) check_vector("max_logit", max_logit, DType::f32, d.H);
   if constexpr (kBuiltWithCuda) {
@@ -58,6 +60,7 @@ void attention_forward(Stream& s, const AttentionDims& d, Tensor o, Tensor lse, 
 
 void attention_backward(Stream& s, const AttentionDims& d, Tensor dq, Tensor dk, Tensor dv, Tensor d_o, Tensor o,
                         Tensor lse, Tensor q, Tensor k, Tensor v, Tensor document_start) {
+  const OpRange range(s, "attention_backward");
   check_attention(s, d, q, k, v, o, lse, document_start);
   check_matrix("dq", dq, q.dtype, d.B * d.T, d.H * d.Dqk);
   check_matrix("dk", dk, q.dtype, d.B * d.T, d.H * d.Dqk);
@@ -75,6 +78,7 @@ void attention_backward(Stream& s, const AttentionDims& d, Tensor dq, Tensor dk,
 }
 
 void mla_assemble_forward(Stream& s, const MlaDims& d, Tensor k, Tensor v, Tensor kv, Tensor k_shared) {
+  const OpRange range(s, "mla_assemble_forward");
   check_mla(d);
   check_device(s, kv.dtype);
   check_matrix("k", k, kv.dtype, d.N, d.H * (d.nope + d.rope));
@@ -89,6 +93,7 @@ void mla_assemble_forward(Stream& s, const MlaDims& d, Tensor k, Tensor v, Tenso
 }
 
 void mla_assemble_backward(Stream& s, const MlaDims& d, Tensor dkv, Tensor dk_shared, Tensor dk, Tensor dv) {
+  const OpRange range(s, "mla_assemble_backward");
   check_mla(d);
   check_device(s, dkv.dtype);
   check_matrix("dkv", dkv, dkv.dtype, d.N, d.H * (d.nope + d.v));
@@ -104,6 +109,7 @@ void mla_assemble_backward(Stream& s, const MlaDims& d, Tensor dkv, Tensor dk_sh
 
 void mla_decode(Stream& s, const MlaDims& d, int64_t past, Tensor o, Tensor q, Tensor latent, Tensor k_shared,
                 Tensor kv_b) {
+  const OpRange range(s, "mla_decode");
   if (s.device() != Device::cpu) {
     throw ConfigError(
         "generating text with a cache runs on the CPU only, and a CUDA device was chosen. Choose the CPU.");

@@ -3,6 +3,7 @@
 #include "kernels/attn_res/attn_res_cpu.h"
 #include "kernels/attn_res/attn_res_cuda.h"
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 #include "kernels/norm/rows.h"
 
 namespace kestrel {
@@ -92,6 +93,7 @@ void check_sum(const ResidualSite& site) {
 
 void attn_res_forward(Stream& s, Tensor y, Tensor alpha, Tensor rstd, const std::vector<Tensor>& sources,
                       Tensor norm_weight, Tensor query, float eps) {
+  const OpRange range(s, "attn_res_forward");
   check_mix(sources, alpha, rstd, norm_weight, query);
   const int64_t D = sources[0].cols();
   check_matrix("y", y, sources[0].dtype, sources[0].rows(), D);
@@ -112,6 +114,7 @@ void attn_res_forward(Stream& s, Tensor y, Tensor alpha, Tensor rstd, const std:
 void attn_res_backward(Stream& s, const std::vector<Tensor>& dsources, Tensor dnorm_weight, Tensor dquery, Tensor dy,
                        const std::vector<Tensor>& sources, Tensor alpha, Tensor rstd, Tensor norm_weight,
                        Tensor query) {
+  const OpRange range(s, "attn_res_backward");
   check_mix(sources, alpha, rstd, norm_weight, query);
   check_mix_grads(dsources, sources, dnorm_weight, dquery);
   const int64_t N = sources[0].rows(), D = sources[0].cols();
@@ -131,6 +134,7 @@ void attn_res_backward(Stream& s, const std::vector<Tensor>& dsources, Tensor dn
 }
 
 void residual_site_forward(Stream& s, ResidualSite& site) {
+  const OpRange range(s, "residual_site_forward");
   check_sum(site);
   const std::vector<Tensor> sources = sources_of(site);
   check_site(site, sources);
@@ -151,6 +155,7 @@ void residual_site_forward(Stream& s, ResidualSite& site) {
 }
 
 void residual_site_backward(Stream& s, const ResidualSite& site, const ResidualSiteGrads& grads, Tensor dy) {
+  const OpRange range(s, "residual_site_backward");
   const std::vector<Tensor> sources = sources_of(site);
   check_site(site, sources);
   const Tensor& x = site.prefix ? site.prefix : site.completed[0];
@@ -181,6 +186,7 @@ void residual_site_backward(Stream& s, const ResidualSite& site, const ResidualS
 }
 
 void residual_site_recompute_h(Stream& s, const ResidualSite& site) {
+  const OpRange range(s, "residual_site_recompute_h");
   const std::vector<Tensor> sources = sources_of(site);
   check_site(site, sources);
   if (s.planning() || !site.mixes()) return;
@@ -192,6 +198,7 @@ void residual_site_recompute_h(Stream& s, const ResidualSite& site) {
 }
 
 void residual_site_recompute_y(Stream& s, const ResidualSite& site) {
+  const OpRange range(s, "residual_site_recompute_y");
   check_site(site, sources_of(site));
   const Tensor& h = site.mixes() ? site.h : site.prefix;
   check_matrix("y", site.y, h.dtype, h.rows(), h.cols());

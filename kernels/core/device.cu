@@ -1,5 +1,10 @@
 #include <cuda_runtime.h>
 
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define KESTREL_HAVE_NVTX 1
+#endif
+
 #include <array>
 #include <atomic>
 
@@ -128,6 +133,38 @@ void destroy_queue(void* queue) noexcept {
 
 void wait(void* queue) {
   CUDA_CHECK(cudaStreamSynchronize(static_cast<cudaStream_t>(queue)));
+}
+
+void* create_event() {
+  cudaEvent_t event = nullptr;
+  CUDA_CHECK(cudaEventCreate(&event));
+  return event;
+}
+
+void destroy_event(void* event) noexcept {
+  cudaEventDestroy(static_cast<cudaEvent_t>(event));
+}
+
+void record_event(void* event, void* queue) {
+  CUDA_CHECK(cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(queue)));
+}
+
+float milliseconds_between(void* first, void* last) {
+  float ms = 0;
+  CUDA_CHECK(cudaEventElapsedTime(&ms, static_cast<cudaEvent_t>(first), static_cast<cudaEvent_t>(last)));
+  return ms;
+}
+
+void push_range([[maybe_unused]] const char* name) {
+#ifdef KESTREL_HAVE_NVTX
+  nvtxRangePushA(name);
+#endif
+}
+
+void pop_range() {
+#ifdef KESTREL_HAVE_NVTX
+  nvtxRangePop();
+#endif
 }
 
 void copy_rows(void* queue, void* to, int64_t to_pitch, const void* from, int64_t from_pitch, int64_t row_bytes,

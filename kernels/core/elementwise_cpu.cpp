@@ -4,6 +4,7 @@
 #include "kernels/core/elementwise.h"
 #include "kernels/core/elementwise_cuda.h"
 #include "kernels/core/parallel.h"
+#include "kernels/core/profile.h"
 
 namespace kestrel {
 namespace {
@@ -21,6 +22,7 @@ void require_cpu(const Stream& s) {
 }  // namespace
 
 void fill_zero(Stream& s, Tensor t) {
+  const OpRange range(s, "fill_zero");
   if (s.planning()) return;
   if constexpr (kBuiltWithCuda) {
     if (s.device() == Device::cuda) return cuda::fill_zero(s, t);
@@ -32,6 +34,7 @@ void fill_zero(Stream& s, Tensor t) {
 }
 
 void copy_cast(Stream& s, Tensor out, Tensor in) {
+  const OpRange range(s, "copy_cast");
   KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols(), "copy ", in.describe(), " to ", out.describe());
   if (s.planning()) return;
   if constexpr (kBuiltWithCuda) {
@@ -73,6 +76,7 @@ void add_rows(const Tensor& out, const Tensor& in, T scale) {
 }  // namespace
 
 void add_into(Stream& s, Tensor out, Tensor in, float scale) {
+  const OpRange range(s, "add_into");
   KESTREL_CHECK(out.rows() == in.rows() && out.cols() == in.cols() && out.dtype == in.dtype, "add ", in.describe(),
                 " into ", out.describe());
   const bool rounded = in.dtype == DType::bf16 && s.device() == Device::cuda;  // the sum is rounded once
@@ -91,6 +95,7 @@ void add_into(Stream& s, Tensor out, Tensor in, float scale) {
 }
 
 void document_starts(Stream& s, Tensor document_start, Tensor segment) {
+  const OpRange range(s, "document_starts");
   KESTREL_CHECK(segment.rank == 2, "segment is ", segment.describe(), ", expected I32 [B,T]");
   check_matrix("document_start", document_start, DType::i32, segment.rows(), segment.cols());
   if (s.planning()) return;

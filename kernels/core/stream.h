@@ -5,9 +5,12 @@
 
 namespace kestrel {
 
+class Profiler;
+
 struct Stream {
   Arena* arena = nullptr;
-  void* queue = nullptr;  // cudaStream_t on the CUDA back end
+  void* queue = nullptr;         // cudaStream_t on the CUDA back end
+  Profiler* profiler = nullptr;  // adds up the time of each operation (profile.h), or nobody does
 
   explicit Stream(Arena& a) : arena(&a) {}
 

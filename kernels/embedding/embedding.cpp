@@ -1,6 +1,7 @@
 #include "kernels/embedding/embedding.h"
 
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 #include "kernels/embedding/embedding_cpu.h"
 #include "kernels/embedding/embedding_cuda.h"
 
@@ -19,6 +20,7 @@ void check_ids_shape(const Tensor& ids, int64_t rows) {
 }  // namespace
 
 void embedding_forward(Stream& s, Tensor y, Tensor ids, Tensor table) {
+  const OpRange range(s, "embedding_forward");
   check_matrix("y", y, table.dtype, y.rows(), table.cols());
   check_ids_shape(ids, y.rows());
   if (s.planning()) return;
@@ -31,6 +33,7 @@ void embedding_forward(Stream& s, Tensor y, Tensor ids, Tensor table) {
 }
 
 void embedding_backward(Stream& s, Tensor dtable, Tensor dy, Tensor ids) {
+  const OpRange range(s, "embedding_backward");
   check_matrix("dtable", dtable, DType::f32, dtable.rows(), dy.cols());
   check_ids_shape(ids, dy.rows());
   if constexpr (kBuiltWithCuda) {

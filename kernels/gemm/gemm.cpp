@@ -3,6 +3,7 @@
 #include "kernels/core/device.h"
 #include "kernels/core/elementwise.h"
 #include "kernels/core/parallel.h"
+#include "kernels/core/profile.h"
 #include "kernels/gemm/gemm_cuda.h"
 
 namespace kestrel {
@@ -48,6 +49,7 @@ cuda::GemmProblem cuda_problem(const Sizes& n, const Tensor& c, const Tensor& a,
 }  // namespace
 
 void gemm(Stream& s, Tensor c, Tensor a, Trans ta, Tensor b, Trans tb, float alpha, float beta) {
+  const OpRange range(s, "gemm");
   const Sizes n = check(s, c, a, ta, b, tb);
   if (s.planning()) return;
   if constexpr (kBuiltWithCuda) {
@@ -57,6 +59,7 @@ void gemm(Stream& s, Tensor c, Tensor a, Trans ta, Tensor b, Trans tb, float alp
 }
 
 void gemm_batched(Stream& s, Tensor c, Tensor a, Trans ta, Tensor b, Trans tb, float alpha, float beta) {
+  const OpRange range(s, "gemm_batched");
   KESTREL_CHECK(c.rank == 3 && a.rank == 3 && b.rank == 3 && a.dim(0) == c.dim(0) && b.dim(0) == c.dim(0),
                 "batched product of ", c.describe(), " = ", a.describe(), " x ", b.describe());
   KESTREL_CHECK(c.contiguous() && a.contiguous() && b.contiguous(), "batched product of views with gaps");
@@ -83,10 +86,12 @@ void gemm_batched(Stream& s, Tensor c, Tensor a, Trans ta, Tensor b, Trans tb, f
 }
 
 void linear_forward(Stream& s, Tensor y, Tensor x, Tensor w) {
+  const OpRange range(s, "linear_forward");
   gemm(s, y.matrix(), x.matrix(), Trans::no, w.matrix(), Trans::yes);
 }
 
 void linear_backward(Stream& s, Tensor dx, Tensor dw, Tensor dy, Tensor x, Tensor w, float dx_beta) {
+  const OpRange range(s, "linear_backward");
   ScratchScope scope(s);
   dy = dy.matrix();
   if (dy.dtype != x.dtype && s.device() == Device::cuda) {

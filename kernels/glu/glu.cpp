@@ -1,6 +1,7 @@
 #include "kernels/glu/glu.h"
 
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 #include "kernels/glu/glu_cpu.h"
 #include "kernels/glu/glu_cuda.h"
 
@@ -28,6 +29,7 @@ float* data_or_null(const Tensor& t) {
 }  // namespace
 
 void glu_forward(Stream& s, const Glu& glu, Tensor y, Tensor a, Tensor b, Tensor row_scale) {
+  const OpRange range(s, "glu_forward");
   check_kind(glu);
   check_matrix("b", b, a.dtype, a.rows(), a.cols());
   check_matrix("y", y, a.dtype, a.rows(), a.cols());
@@ -42,6 +44,7 @@ void glu_forward(Stream& s, const Glu& glu, Tensor y, Tensor a, Tensor b, Tensor
 
 void glu_backward(Stream& s, const Glu& glu, Tensor da, Tensor db, Tensor drow_scale, Tensor dy, Tensor a, Tensor b,
                   Tensor row_scale) {
+  const OpRange range(s, "glu_backward");
   check_kind(glu);
   check_matrix("b", b, a.dtype, a.rows(), a.cols());
   check_matrix("dy", dy, a.dtype, a.rows(), a.cols());
@@ -58,6 +61,7 @@ void glu_backward(Stream& s, const Glu& glu, Tensor da, Tensor db, Tensor drow_s
 }
 
 void sigmoid_gate_forward(Stream& s, Tensor y, Tensor o, Tensor gate) {
+  const OpRange range(s, "sigmoid_gate_forward");
   check_matrix("gate", gate, o.dtype, o.rows(), o.cols());
   check_matrix("y", y, o.dtype, o.rows(), o.cols());
   if (s.planning()) return;
@@ -69,6 +73,7 @@ void sigmoid_gate_forward(Stream& s, Tensor y, Tensor o, Tensor gate) {
 }
 
 void sigmoid_gate_backward(Stream& s, Tensor d_o, Tensor dgate, Tensor dy, Tensor o, Tensor gate) {
+  const OpRange range(s, "sigmoid_gate_backward");
   check_matrix("gate", gate, o.dtype, o.rows(), o.cols());
   check_matrix("dy", dy, o.dtype, o.rows(), o.cols());
   check_matrix("d_o", d_o, o.dtype, o.rows(), o.cols());

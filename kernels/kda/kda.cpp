@@ -1,6 +1,7 @@
 #include "kernels/kda/kda.h"
 
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 #include "kernels/kda/kda_cpu.h"
 #include "kernels/kda/kda_cuda.h"
 
@@ -69,6 +70,7 @@ int64_t kda_saved_elements(const KdaDims& d, Device device, DType activations) {
 }
 
 void kda_forward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor o, Tensor final_state, Tensor saved) {
+  const OpRange range(s, "kda_forward");
   check_kda_inputs(d, in);
   check_matrix("o", o, in.q.dtype, d.B * d.T, d.H * d.V);
   check_kda_state("final_state", d, final_state);
@@ -85,6 +87,7 @@ void kda_forward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor o, Ten
 
 void kda_backward(Stream& s, const KdaDims& d, const KdaInputs& in, Tensor saved, Tensor d_o, Tensor d_final_state,
                   const KdaGrads& grads) {
+  const OpRange range(s, "kda_backward");
   check_kda_inputs(d, in);
   check_kda_grads(d, d_o, d_final_state, grads);
   KESTREL_CHECK(d_o.dtype == in.q.dtype, "d_o is ", d_o.describe(), " but q is ", in.q.describe());

@@ -1,6 +1,7 @@
 #include "kernels/loss/loss.h"
 
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 #include "kernels/loss/loss_cpu.h"
 #include "kernels/loss/loss_cuda.h"
 
@@ -24,6 +25,7 @@ void check_vector(const char* name, const Tensor& t, DType dtype, int64_t n) {
 
 void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor x, Tensor w, Tensor targets,
                           float grad_scale) {
+  const OpRange range(s, "linear_cross_entropy");
   const int64_t N = x.rows(), D = x.cols(), V = w.rows();
   KESTREL_CHECK(V >= 1, "a vocabulary of ", V, " tokens");
   check_device(s, x.dtype);
@@ -45,6 +47,7 @@ void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor
 }
 
 void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, float grad_scale) {
+  const OpRange range(s, "cross_entropy");
   const int64_t N = logits.rows(), V = logits.cols();
   check_device(s, DType::f32);
   KESTREL_CHECK(V >= 1, "a vocabulary of ", V, " tokens");

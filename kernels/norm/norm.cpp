@@ -1,6 +1,7 @@
 #include "kernels/norm/norm.h"
 
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 #include "kernels/norm/norm_cpu.h"
 #include "kernels/norm/norm_cuda.h"
 #include "kernels/norm/rows.h"
@@ -31,6 +32,7 @@ int64_t heads_of(const Tensor& x, const Tensor& weight) {
 }  // namespace
 
 void rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor weight, float eps) {
+  const OpRange range(s, "rms_norm_forward");
   check_input(x);
   check_matrix("y", y, x.dtype, x.rows(), x.cols());
   check_vector("rstd", rstd, x.rows());
@@ -45,6 +47,7 @@ void rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor weight,
 
 void rms_norm_backward(Stream& s, Tensor dx, Tensor dweight, Tensor dy, Tensor x, Tensor weight, Tensor rstd,
                        float dx_beta) {
+  const OpRange range(s, "rms_norm_backward");
   check_input(x);
   const int64_t N = x.rows(), D = x.cols();
   KESTREL_CHECK(dx.rows() == N && dx.cols() == D, "dx is ", dx.describe(), ", x is ", x.describe());
@@ -64,6 +67,7 @@ void rms_norm_backward(Stream& s, Tensor dx, Tensor dweight, Tensor dy, Tensor x
 }
 
 void gated_rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor gate, Tensor weight, float eps) {
+  const OpRange range(s, "gated_rms_norm_forward");
   check_input(x);
   const int64_t H = heads_of(x, weight);
   check_matrix("y", y, x.dtype, x.rows(), x.cols());
@@ -80,6 +84,7 @@ void gated_rms_norm_forward(Stream& s, Tensor y, Tensor rstd, Tensor x, Tensor g
 
 void gated_rms_norm_backward(Stream& s, Tensor dx, Tensor dgate, Tensor dweight, Tensor dy, Tensor x, Tensor gate,
                              Tensor weight, Tensor rstd) {
+  const OpRange range(s, "gated_rms_norm_backward");
   check_input(x);
   const int64_t N = x.rows(), C = x.cols(), H = heads_of(x, weight), K = C / H;
   check_matrix("dx", dx, x.dtype, N, C);
@@ -101,6 +106,7 @@ void gated_rms_norm_backward(Stream& s, Tensor dx, Tensor dgate, Tensor dweight,
 }
 
 void l2_norm_forward(Stream& s, Tensor y, Tensor x, float eps) {
+  const OpRange range(s, "l2_norm_forward");
   check_input(x);
   check_matrix("y", y, x.dtype, x.rows(), x.cols());
   if (s.planning()) return;
@@ -112,6 +118,7 @@ void l2_norm_forward(Stream& s, Tensor y, Tensor x, float eps) {
 }
 
 void l2_norm_backward(Stream& s, Tensor dx, Tensor dy, Tensor x, float eps) {
+  const OpRange range(s, "l2_norm_backward");
   check_input(x);
   check_matrix("dx", dx, x.dtype, x.rows(), x.cols());
   check_matrix("dy", dy, x.dtype, x.rows(), x.cols());

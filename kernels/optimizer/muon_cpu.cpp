@@ -7,12 +7,10 @@
 #include "kernels/core/parallel.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/optimizer/optimizer_cpu.h"
+#include "kernels/optimizer/quintic.h"
 
 namespace kestrel::cpu {
 namespace {
-
-constexpr float kA = 3.4445f, kB = -4.7750f, kC = 2.0315f;  // Jordan's quintic a x + b x^3 + c x^5
-constexpr double kEps = 1e-30;  // small enough that clipped gradients of 1e-10 still come out orthogonal
 
 constexpr int64_t kGrain = 1 << 14;
 
@@ -71,16 +69,16 @@ void copy(int64_t n, const float* from, float* to) {
 void iterate(const NewtonSchulzPlan& plan, Slot& s, int steps) {
   const int64_t m = plan.short_side, n = plan.long_side;
   // Normalised in the wide form, so that a matrix and its transpose go the same way to the last bit.
-  const double inverse = 1.0 / (std::sqrt(sum_of_squares(m * n, s.x)) + kEps);
+  const double inverse = 1.0 / (std::sqrt(sum_of_squares(m * n, s.x)) + kNormEps);
   parallel_pieces(m * n, kGrain, [x = s.x, inverse](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) x[i] = static_cast<float>(x[i] * inverse);
   });
   for (int step = 0; step < steps; ++step) {
     product(plan, Trans::yes, m, n, 1.f, s.x, s.x, 0.f, s.a);
     copy(m * m, s.a, s.b);
-    product(plan, Trans::no, m, m, kC, s.a, s.a, kB, s.b);
+    product(plan, Trans::no, m, m, kQuinticC, s.a, s.a, kQuinticB, s.b);
     copy(m * n, s.x, s.y);
-    product(plan, Trans::no, n, m, 1.f, s.b, s.x, kA, s.y);
+    product(plan, Trans::no, n, m, 1.f, s.b, s.x, kQuinticA, s.y);
     std::swap(s.x, s.y);
   }
 }

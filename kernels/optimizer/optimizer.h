@@ -20,7 +20,7 @@ void adamw_step(Stream& s, const AdamW& h, Tensor p, Tensor g, Tensor m, Tensor 
 
 // Newton-Schulz orthogonalisation of every x[i] of x [n, rows, cols], in place (quintic, Jordan's coefficients
 // 3.4445, -4.7750, 2.0315):  X = G / (|G|_F + 1e-30);  A = X X^T;  X <- a X + (b A + c A A) X;   rows > cols: on the
-// transpose. A zero matrix stays zero.
+// transpose. A zero matrix stays zero.  The CPU computes in F32, CUDA in BF16 with F32 accumulation.
 void newton_schulz(Stream& s, Tensor x, int steps);
 
 // Muon:  m = mu m + g;   u = nesterov ? g + mu m : m;   p -= lr ( update_scale sqrt(max(rows, cols)) NS(u) + decay p )
@@ -30,6 +30,7 @@ struct Muon {
   bool nesterov = true;
   int ns_steps = 5;
   float update_scale = 0.2f;
+  bool fp32_newton_schulz = false;  // CUDA: iterate in F32 instead of BF16; the CPU always does
 };
 // p, g, m: [count, rows, cols] contiguous, one block each; all blocks of a call have one shape.
 // Blocks that interleave in memory (the K and V blocks of kv_b) are passed as rank-3 views with `block_stride` elements

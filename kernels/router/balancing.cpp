@@ -1,7 +1,10 @@
 #include "kernels/router/balancing.h"
 
+#include "kernels/core/device.h"
 #include "kernels/core/math.h"
+#include "kernels/core/profile.h"
 #include "kernels/router/balancing_cpu.h"
+#include "kernels/router/router_cuda.h"
 
 namespace kestrel {
 namespace {
@@ -32,6 +35,7 @@ void check_k(int64_t k, int64_t experts) {
 }  // namespace
 
 void quantile_histogram(Stream& s, Tensor hist, Tensor logits, Tensor cutoff, Tensor bias, Tensor valid) {
+  const OpRange range(s, "quantile_histogram");
   const int64_t N = logits.rows(), E = logits.cols();
   check_matrix("logits", logits, DType::f32, N, E);
   check_hist(hist, E);
@@ -39,11 +43,15 @@ void quantile_histogram(Stream& s, Tensor hist, Tensor logits, Tensor cutoff, Te
   check_vector("bias", bias, DType::f32, E);
   if (valid) check_vector("valid", valid, DType::u8, N);
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::quantile_histogram(s, hist, logits, cutoff, bias, valid);
+  }
   require_cpu(s);
   cpu::quantile_histogram(hist, logits, cpu::Input::logits, cutoff, bias, valid);
 }
 
 void quantile_solve(Stream& s, Tensor bias, Tensor hist, int64_t k, float gain) {
+  const OpRange range(s, "quantile_solve");
   const int64_t E = bias.numel();
   check_k(k, E);
   check_vector("bias", bias, DType::f32, E);
@@ -52,27 +60,38 @@ void quantile_solve(Stream& s, Tensor bias, Tensor hist, int64_t k, float gain) 
   ScratchScope scope(s);
   Tensor next = s.temp({E}, DType::f64);
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::quantile_solve(s, bias, hist, k, gain, next);
+  }
   require_cpu(s);
   cpu::quantile_solve(bias, hist, k, gain, next);
 }
 
 void score_histogram(Stream& s, Tensor hist, Tensor logits, Tensor valid) {
+  const OpRange range(s, "score_histogram");
   const int64_t N = logits.rows(), E = logits.cols();
   check_matrix("logits", logits, DType::f32, N, E);
   check_hist(hist, E);
   if (valid) check_vector("valid", valid, DType::u8, N);
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::score_histogram(s, hist, logits, valid);
+  }
   require_cpu(s);
   cpu::score_histogram(hist, logits, cpu::Input::logits, valid);
 }
 
 void dynamic_solve(Stream& s, Tensor bias, Tensor hist, int64_t k, float ema) {
+  const OpRange range(s, "dynamic_solve");
   const int64_t E = bias.numel();
   check_k(k, E);
   check_vector("bias", bias, DType::f32, E);
   check_hist(hist, E);
   KESTREL_CHECK(ema >= 0.f && ema < 1.f, "ema = ", ema, ", must be in [0, 1)");
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::dynamic_solve(s, bias, hist, k, ema);
+  }
   require_cpu(s);
   cpu::dynamic_solve(bias, hist, k, ema);
 }
@@ -85,29 +104,52 @@ float dynamic_initial_bias(int64_t experts, int64_t k, float sigma) {
 }
 
 void margins(Stream& s, Tensor out, Tensor logits, Tensor cutoff, Tensor valid) {
+  const OpRange range(s, "margins");
   const int64_t N = logits.rows(), E = logits.cols();
   check_matrix("logits", logits, DType::f32, N, E);
   check_matrix("margins", out, DType::f32, N, E);
   if (cutoff) check_vector("cutoff", cutoff, DType::f32, N);
   if (valid) check_vector("valid", valid, DType::u8, N);
   if (s.planning()) return;
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::margins(s, out, logits, cutoff, valid);
+  }
   require_cpu(s);
   cpu::margins(out, logits, cutoff, valid);
 }
 
 void exact_solve(Stream& s, Tensor b_hat, Tensor margins, int64_t k, bool centre) {
+  const OpRange range(s, "exact_solve");
   const int64_t E = margins.cols();
   check_k(k, E);
   check_matrix("margins", margins, DType::f32, margins.rows(), E);
   check_vector("b_hat", b_hat, DType::f32, E);
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) {
+      const ScratchScope scope(s);
+      const cuda::ExactScratch scratch{s.temp({E, 256}, DType::i32), s.temp({E}, DType::i32), s.temp({E}, DType::i64),
+                                       s.temp({E}, DType::f64)};
+      if (!s.planning()) cuda::exact_solve(s, b_hat, margins, k, centre, scratch);
+      return;
+    }
+  }
   if (s.planning()) return;
   require_cpu(s);
   cpu::exact_solve(b_hat, margins, k, centre);
 }
 
 void sign_solve(Stream& s, Tensor bias, Tensor load, float rate) {
+  const OpRange range(s, "sign_solve");
   check_vector("bias", bias, DType::f32, bias.numel());
   check_vector("load", load, DType::i32, bias.numel());
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) {
+      const ScratchScope scope(s);
+      const Tensor next = s.temp({bias.numel()}, DType::f64);
+      if (!s.planning()) cuda::sign_solve(s, bias, load, rate, next);
+      return;
+    }
+  }
   if (s.planning()) return;
   require_cpu(s);
   cpu::sign_solve(bias, load, rate);

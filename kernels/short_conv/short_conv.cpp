@@ -1,6 +1,7 @@
 #include "kernels/short_conv/short_conv.h"
 
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 #include "kernels/short_conv/short_conv_cpu.h"
 #include "kernels/short_conv/short_conv_cuda.h"
 
@@ -27,6 +28,7 @@ void check_input(const cpu::ConvInput& in) {
 
 void short_conv_forward(Stream& s, int64_t B, int64_t T, Tensor y, Tensor x, Tensor weight, Tensor document_start,
                         Tensor history) {
+  const OpRange range(s, "short_conv_forward");
   const cpu::ConvInput in{B, T, x, weight, document_start, history};
   check_input(in);
   check_matrix("y", y, x.dtype, B * T, x.cols());
@@ -40,6 +42,7 @@ void short_conv_forward(Stream& s, int64_t B, int64_t T, Tensor y, Tensor x, Ten
 
 void short_conv_backward(Stream& s, int64_t B, int64_t T, Tensor dx, Tensor dweight, Tensor dy, Tensor x, Tensor weight,
                          Tensor document_start) {
+  const OpRange range(s, "short_conv_backward");
   const cpu::ConvInput in{B, T, x, weight, document_start, {}};
   check_input(in);
   check_matrix("dx", dx, x.dtype, B * T, x.cols());

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/core/elementwise.h"
+#include "kernels/core/profile.h"
 #include "kernels/embedding/embedding.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/loss/loss.h"
@@ -73,6 +74,7 @@ void Model::begin_step(Stream& s) {
 }
 
 void Model::apply_balance(Stream& s) {
+  const PhaseRange phase(s, "update");
   for (MoeLayer* m : moe_) m->balancer().solve(s);
 }
 
@@ -180,7 +182,12 @@ void Model::train(Stream& s, const MicroBatch& batch, Tensor losses, float grad_
   {
     ScratchScope scope(s);
     const Pass pass = make_pass(s, batch, options, /*training=*/true);
-    const Tensor x = forward(pass, batch);
+    Tensor x;
+    {
+      const PhaseRange phase(s, "forward");
+      x = forward(pass, batch);
+    }
+    const PhaseRange phase(s, "backward");
     Tensor dx = s.temp({pass.N(), config_.hidden_size}, pass.dtype);
     linear_cross_entropy(s, losses, dx, head()->g, x, head()->w, batch.targets.view({pass.N()}), grad_scale);
     backward(pass, batch, dx);
@@ -192,6 +199,7 @@ void Model::evaluate(Stream& s, const MicroBatch& batch, Tensor losses, const Pa
   const int64_t mark = s.arena->keep_mark();
   {
     ScratchScope scope(s);
+    const PhaseRange phase(s, "evaluate");
     const Pass pass = make_pass(s, batch, options, /*training=*/false);
     const Tensor x = forward(pass, batch);
     linear_cross_entropy(s, losses, {}, {}, x, head()->w, batch.targets.view({pass.N()}), 0.f);

@@ -55,9 +55,9 @@ class Model {
   void begin_step(Stream& s);     // clears the step's statistics
   void apply_balance(Stream& s);  // the biases of the next step; only after an applied update
 
-  std::vector<MoeLayer*>& moe_layers() { return moe_; }
+  const std::vector<MoeLayer*>& moe_layers() const { return moe_; }
   const std::vector<std::string>& moe_names() const { return moe_names_; }
-  std::vector<MlaLayer*>& mla_layers() { return mla_; }
+  const std::vector<MlaLayer*>& mla_layers() const { return mla_; }
   Block* embedding() { return embed_; }
   Block* head() { return head_ ? head_ : embed_; }
   const Sublayer* sublayer(int64_t i) const { return sublayers_[static_cast<size_t>(i)].get(); }

@@ -114,8 +114,8 @@ void ParameterStore::plan(Device device, DType working) {
   working_ = working;
   Arena planner = Arena::planner(device);
   const Tensor master = planner.keep({elements_}, DType::f32, "master weights");
-  place(master, working == DType::f32 ? master : planner.keep({elements_}, working, "weights"),
-        planner.keep({elements_}, DType::f32, "gradients"));
+  gradients_ = planner.keep({elements_}, DType::f32, "gradients");
+  place(master, working == DType::f32 ? master : planner.keep({elements_}, working, "weights"), gradients_);
 }
 
 void ParameterStore::place(Tensor master, Tensor work, Tensor gradients) {

@@ -7,6 +7,7 @@
 
 #include "kernels/core/device.h"
 #include "kernels/core/elementwise.h"
+#include "kernels/core/profile.h"
 #include "kernels/core/transfer.h"
 
 namespace kestrel {
@@ -51,14 +52,19 @@ int64_t Optimizer::state_bytes(const ParameterStore& store, const OptimizerConfi
   return 4 * (store.elements() + v_elements(store, config));
 }
 
-Optimizer::Optimizer(ParameterStore& store, const OptimizerConfig& config, Device device)
-    : store_(store), config_(config) {
+Optimizer::Optimizer(ParameterStore& store, const OptimizerConfig& config, Device device, bool planned)
+    : store_(store),
+      config_(config),
+      device_(device),
+      square_sum_host_(planned ? Device::cpu : device, size_of(DType::f64)) {
   const int64_t nv = v_elements(store, config);
-  memory_ = std::make_unique<Arena>(device, 4 * (store.elements() + nv) + 2 * 256);
+  memory_ =
+      std::make_unique<Arena>(planned ? Arena::planner(device) : Arena(device, 4 * (store.elements() + nv) + 3 * 256));
   m_ = memory_->keep({store.elements()}, DType::f32, "optimizer");
   v_ = memory_->keep({nv}, DType::f32, "optimizer");
+  square_sum_ = memory_->keep({1}, DType::f64, "optimizer");
   Stream zero(*memory_);
-  fill_zero(zero, m_);
+  fill_zero(zero, m_);  // nothing on a planner
   fill_zero(zero, v_);
   int64_t v_offset = 0;
   for (Block& b : store.blocks()) {
@@ -108,21 +114,31 @@ void Optimizer::add_adamw(Block& b, const Member& m, bool decay, int64_t* v_offs
 
 void Optimizer::plan(Stream& s) {
   KESTREL_CHECK(s.planning(), "plan takes a planner");
-  gradient_norm(s);
+  queue_square_sum(s);
   step(s, 1, 0.0, 1.f);
 }
 
-double Optimizer::gradient_norm(Stream& s) {
-  ScratchScope scope(s);
-  Tensor sum = s.temp({1}, DType::f64);
-  fill_zero(s, sum);
+void Optimizer::queue_square_sum(Stream& s) {
+  const PhaseRange phase(s, "update");
   // The flat buffer: its padding and the places of untrained blocks are zeros.
-  sum_of_squares(s, sum, {store_.gradients()});
-  if (s.planning()) return 0.0;
-  double host = 0;
-  download(s, Tensor::of(&host, {1}), sum);
-  wait(s);
-  return std::sqrt(host);
+  if (!s.planning()) fill_zero(s, square_sum_);
+  sum_of_squares(s, square_sum_, {store_.gradients()});
+  if (!s.planning()) download(s, square_sum_host_.tensor({1}, DType::f64), square_sum_);
+}
+
+void Optimizer::measure(Stream& s, const Model& model) {
+  queue_square_sum(s);
+  if (!config_.qk_clip) return;
+  const auto& layers = model.mla_layers();
+  const int64_t L = static_cast<int64_t>(layers.size()), H = L > 0 ? layers[0]->dims(0).H : 0;
+  if (max_logits_host_.bytes() == 0) max_logits_host_ = PinnedBuffer(device_, L * H * size_of(DType::f32));
+  for (int64_t l = 0; l < L; ++l) {
+    download(s, max_logits_host_.tensor({L, H}, DType::f32)[l], layers[static_cast<size_t>(l)]->max_logit());
+  }
+}
+
+double Optimizer::gradient_norm() const {
+  return std::sqrt(*square_sum_host_.tensor({1}, DType::f64).as<double>());
 }
 
 float Optimizer::clip_scale(double norm) const {
@@ -130,6 +146,7 @@ float Optimizer::clip_scale(double norm) const {
 }
 
 void Optimizer::step(Stream& s, int64_t update, double lr, float grad_scale) {
+  const PhaseRange phase(s, "update");
   Muon muon;
   muon.lr = static_cast<float>(lr);
   muon.momentum = static_cast<float>(config_.momentum);
@@ -154,17 +171,15 @@ void Optimizer::step(Stream& s, int64_t update, double lr, float grad_scale) {
 
 int64_t Optimizer::clip_heads(Stream& s, Model& model) {
   if (!config_.qk_clip) return 0;
+  const PhaseRange phase(s, "update");
   const float tau = static_cast<float>(*config_.qk_clip);
-  int64_t clipped = 0;
+  const int64_t logits = max_logits_host_.bytes() / size_of(DType::f32);
+  const float* host = max_logits_host_.tensor({logits}, DType::f32).f32();
+  const int64_t clipped = std::count_if(host, host + logits, [&](float x) { return x > tau && std::isfinite(x); });
   for (MlaLayer* layer : model.mla_layers()) {
-    const Tensor s_max = layer->max_logit();
     const MlaDims d = layer->dims(0);
-    std::vector<float> host(static_cast<size_t>(d.H));
-    download(s, Tensor::of(host.data(), {d.H}), s_max);
-    wait(s);
-    clipped += std::count_if(host.begin(), host.end(), [&](float x) { return x > tau && std::isfinite(x); });
-    qk_clip(s, layer->query_block()->master.slice(0, d.H * (d.nope + d.rope)), layer->kv_block()->master, s_max, tau,
-            d.nope, d.rope, d.v);
+    qk_clip(s, layer->query_block()->master.slice(0, d.H * (d.nope + d.rope)), layer->kv_block()->master,
+            layer->max_logit(), tau, d.nope, d.rope, d.v);
   }
   store_.refresh_working(s);
   return clipped;

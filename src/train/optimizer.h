@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/core/transfer.h"
 #include "kernels/optimizer/optimizer.h"
 #include "src/model/model.h"
 
@@ -17,21 +18,24 @@ namespace kestrel {
 
 class Optimizer {
  public:
-  Optimizer(ParameterStore& store, const OptimizerConfig& config, Device device);
+  // `planned`: no state is allocated; only `plan` may be called.
+  Optimizer(ParameterStore& store, const OptimizerConfig& config, Device device, bool planned = false);
 
   // Bytes of state for a store that need not be allocated.
   static int64_t state_bytes(const ParameterStore& store, const OptimizerConfig& config);
 
-  // Takes the scratch of gradient_norm, step and clip_heads from a planner.
+  // Takes the scratch of measure and step from a planner.
   void plan(Stream& s);
-  // L2 norm over all gradients, non-finite if any element is.
-  double gradient_norm(Stream& s);
+  // Queues what the host must know before the step: after the next wait, gradient_norm and clip_heads know it.
+  void measure(Stream& s, const Model& model);
+  // L2 norm over all gradients at the last `measure`, non-finite if any element was.
+  double gradient_norm() const;
   // min(1, grad_clip / (norm + 1e-6)); 1 without clipping.
   float clip_scale(double norm) const;
   // One update with gradients times grad_scale; `update` counts applied updates from 1 (AdamW's bias correction).
   void step(Stream& s, int64_t update, double lr, float grad_scale);
-  // After a step: heads whose largest logit of the step exceeded optimizer.qk_clip are scaled down.  Returns their
-  // number.
+  // After a step: heads whose largest logit at the last `measure` exceeded optimizer.qk_clip are scaled down.  Returns
+  // their number.
   int64_t clip_heads(Stream& s, Model& model);
   bool clips_heads() const { return config_.qk_clip.has_value(); }
 
@@ -62,10 +66,15 @@ class Optimizer {
     return flat.slice(block.offset, block.numel()).view({block.rows, block.cols});
   }
 
+  void queue_square_sum(Stream& s);
+
   ParameterStore& store_;
   OptimizerConfig config_;
+  Device device_;
   std::unique_ptr<Arena> memory_;
   Tensor m_, v_;
+  Tensor square_sum_;                               // [1] F64
+  PinnedBuffer square_sum_host_, max_logits_host_;  // [1] F64; [MLA layers, heads] F32, made when first measured
   std::vector<MuonTask> muon_;
   std::vector<AdamWTask> adamw_;
   std::vector<std::pair<const Member*, Tensor>> v_of_;

@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "src/model/model.h"
-#include "src/train/optimizer.h"
+#include "kernels/core/device.h"
+#include "src/train/device_choice.h"
 
 namespace kestrel {
 namespace {
@@ -80,25 +80,41 @@ double kda_flops(const ModelConfig& c) {
   return 3.0 * forward * static_cast<double>(c.linear_attn.num_heads * c.num_kda_layers());
 }
 
-int64_t activation_bytes(const RunConfig& c, Model& model, std::map<std::string, int64_t>& bytes) {
-  const int64_t B = c.train.micro_batch_size, T = c.data.sequence_length;
-  Arena planner = Arena::planner(Device::cpu);
-  Arena state = Arena::planner(Device::cpu);
-  model.parameters().plan(Device::cpu, DType::f32);
-  model.allocate_state(state, c.optimizer.qk_clip.has_value());
+// The back end to plan for: a GPU when the run asks for one, or would find one, and this build has kernels for it.
+Device planned_device(const TrainConfig& c) {
+  using Choice = TrainConfig::DeviceChoice;
+  if (!kBuiltWithCuda || c.device == Choice::cpu) return Device::cpu;
+  return c.device == Choice::cuda || device_count().count > 0 ? Device::cuda : Device::cpu;
+}
+
+void plan_memory(const RunConfig& c, Model& model, Plan& p) {
+  const int64_t elements = model.parameters().elements(), G = c.train.global_batch_size, T = c.data.sequence_length;
+  p.bytes["weights (fp32 masters)"] = 4 * elements;
+  if (p.working != DType::f32) p.bytes["weights (bf16 copies)"] = size_of(p.working) * elements;
+  p.bytes["gradients (fp32)"] = 4 * elements;
+  p.bytes["optimizer state (fp32)"] = Optimizer::state_bytes(model.parameters(), c.optimizer);
+
+  model.parameters().plan(p.device, p.working);
+  Arena state = Arena::planner(p.device), planner = Arena::planner(p.device);
+  Optimizer optimizer(model.parameters(), c.optimizer, p.device, /*planned=*/true);
+  model.allocate_state(state, optimizer.clips_heads());
+  p.bytes["balance statistics"] = state.peak();
+  MicroBatch batch;
+  for (Tensor* t : {&batch.tokens, &batch.targets, &batch.segment}) *t = state.keep({G, T}, DType::i32, "batch");
+  const Tensor losses = state.keep({G * T}, DType::f32, "batch");
+  p.bytes["batch"] = state.peak() - p.bytes["balance statistics"];
+
+  const int64_t B = c.train.micro_batch_size;
+  const MicroBatch micro{batch.tokens.slice(0, B), batch.targets.slice(0, B), batch.segment.slice(0, B)};
+  Model::PassOptions pass;
+  pass.dtype = p.working;
+  pass.recompute = c.train.recompute;
   Stream s(planner);
-  int32_t id = 0;
-  MicroBatch batch{Tensor::of(&id, {B, T}), Tensor::of(&id, {B, T}), Tensor::of(&id, {B, T})};
-  float loss = 0;
-  Model::PassOptions options;
-  options.recompute = c.train.recompute;
-  model.begin_step(s);
-  model.train(s, batch, Tensor::of(&loss, {B * T}), 1.f, options);
+  plan_step(s, model, optimizer, micro, losses.slice(0, B * T), pass);
   for (const auto& [purpose, n] : planner.by_purpose()) {
-    if (n > 0) bytes[purpose == "scratch" ? "scratch" : "activations: " + purpose] = n;
+    if (n > 0) p.bytes[purpose == "scratch" ? "scratch" : "activations: " + purpose] = n;
   }
-  bytes["balance statistics"] = state.peak();
-  return planner.peak();
+  p.arena_bytes = planner.peak();
 }
 
 }  // namespace
@@ -126,12 +142,19 @@ Plan plan_run(const RunConfig& c) {
   p.flops_attention = attention_flops(c.model, c.data.sequence_length);
   p.flops_kda = kda_flops(c.model);
   p.tokens_per_step = c.tokens_per_step();
-  const int64_t elements = model.parameters().elements();
-  p.bytes["weights (fp32 masters)"] = 4 * elements;
-  p.bytes["gradients (fp32)"] = 4 * elements;
-  p.bytes["optimizer state (fp32)"] = Optimizer::state_bytes(model.parameters(), c.optimizer);
-  activation_bytes(c, model, p.bytes);
+  p.device = planned_device(c.train);
+  p.working = working_dtype(c.train, p.device);
+  plan_memory(c, model, p);
   return p;
+}
+
+void plan_step(Stream& s, Model& model, Optimizer& optimizer, const MicroBatch& micro, Tensor losses,
+               const Model::PassOptions& pass) {
+  model.begin_step(s);
+  model.train(s, micro, losses, 1.f, pass);
+  model.evaluate(s, micro, losses, pass);
+  optimizer.plan(s);
+  model.apply_balance(s);
 }
 
 std::string plan_text(const RunConfig& c, const Plan& p) {
@@ -147,7 +170,11 @@ std::string plan_text(const RunConfig& c, const Plan& p) {
     << "step         " << p.tokens_per_step << " tokens, " << human(p.flops() * static_cast<double>(p.tokens_per_step))
     << "FLOP\n"
     << "memory       one rank, nothing sharded, micro-batch " << c.train.micro_batch_size << " x "
-    << c.data.sequence_length << ", recompute " << to_string(c.train.recompute) << ", CPU back end in fp32\n";
+    << c.data.sequence_length << ", recompute " << to_string(c.train.recompute) << ", "
+    << (p.device == Device::cuda ? "CUDA" : "CPU") << " back end in " << (p.working == DType::bf16 ? "bf16" : "fp32")
+    << (c.train.device == TrainConfig::DeviceChoice::cuda && !kBuiltWithCuda ? " (this build has no CUDA back end)"
+                                                                             : "")
+    << "\n";
   for (const auto& [purpose, b] : p.bytes) o << memory_line(purpose, b);
   o << memory_line("total", p.total_bytes());
   return o.str();
@@ -160,7 +187,10 @@ std::string plan_json(const Plan& p) {
   j["flops_per_token"] = {
       {"total", p.flops()}, {"parameters", p.flops_parameters}, {"attention", p.flops_attention}, {"kda", p.flops_kda}};
   j["tokens_per_step"] = p.tokens_per_step;
+  j["back_end"] = p.device == Device::cuda ? "cuda" : "cpu";
+  j["precision"] = p.working == DType::bf16 ? "bf16" : "fp32";
   j["bytes"] = p.bytes;
+  j["arena_bytes"] = p.arena_bytes;
   j["total_bytes"] = p.total_bytes();
   return j.dump(2);
 }

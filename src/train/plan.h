@@ -5,6 +5,8 @@
 #include <string>
 
 #include "src/config/run_config.h"
+#include "src/model/model.h"
+#include "src/train/optimizer.h"
 
 namespace kestrel {
 
@@ -17,13 +19,20 @@ struct Plan {
   // FLOPs of forward and backward per token: 6 per active parameter, causal attention, KDA's products (chunk 64)
   double flops_parameters = 0, flops_attention = 0, flops_kda = 0;
   double flops() const { return flops_parameters + flops_attention + flops_kda; }
-  // Bytes on one rank without sharding
+  // Bytes on one rank without sharding, on the back end that train.device asks for and this build has
+  Device device = Device::cpu;
+  DType working = DType::f32;
   std::map<std::string, int64_t> bytes;
+  int64_t arena_bytes = 0;  // of them, what one arena holds: activations and scratch
   int64_t total_bytes() const;
   int64_t tokens_per_step = 0;
 };
 
 Plan plan_run(const RunConfig& config);
+
+// Runs everything that shares a run's arena over a planner: a training micro-batch, an evaluation, an update.
+void plan_step(Stream& planner, Model& model, Optimizer& optimizer, const MicroBatch& micro, Tensor losses,
+               const Model::PassOptions& pass);
 
 // FLOPs of forward and backward per token at sequence length T.
 double flops_per_token(const ModelConfig& config, int64_t T);

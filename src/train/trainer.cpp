@@ -97,24 +97,28 @@ void Trainer::build_model() {
   state_memory_ = std::make_unique<Arena>(device_, planner.peak());
   allocate_state(*state_memory_);
 
-  // One arena for all steps: a training pass, an evaluation and the update are run over a planner.
-  const int64_t bytes = planned_bytes(device_, [&](Stream& s) {
-    model_->train(s, batch_, losses_.slice(0, batch_.tokens.numel()), 1.f, pass_);
-    model_->evaluate(s, batch_, losses_.slice(0, batch_.tokens.numel()), pass_);
-    optimizer_->plan(s);
-    model_->apply_balance(s);
-  });
+  // One arena for all steps.
+  const int64_t B = config_.train.micro_batch_size, n = B * config_.data.sequence_length;
+  const MicroBatch micro{batch_.tokens.slice(0, B), batch_.targets.slice(0, B), batch_.segment.slice(0, B)};
+  const int64_t bytes =
+      planned_bytes(device_, [&](Stream& s) { plan_step(s, *model_, *optimizer_, micro, losses_.slice(0, n), pass_); });
   arena_ = std::make_unique<Arena>(device_, bytes);
   stream_ = std::make_unique<Stream>(*arena_);
   stream_->queue = queue_->get();
 }
 
-// The model's statistics, one micro-batch of ids, and the losses of a whole global batch.
+// The model's statistics, the ids and the losses of a whole global batch.
 void Trainer::allocate_state(Arena& arena) {
-  const int64_t B = config_.train.micro_batch_size, T = config_.data.sequence_length;
+  const int64_t G = config_.train.global_batch_size, T = config_.data.sequence_length;
   model_->allocate_state(arena, optimizer_->clips_heads());
-  for (Tensor* t : {&batch_.tokens, &batch_.targets, &batch_.segment}) *t = arena.keep({B, T}, DType::i32, "batch");
-  losses_ = arena.keep({config_.train.global_batch_size * T}, DType::f32, "batch");
+  for (Tensor* t : {&batch_.tokens, &batch_.targets, &batch_.segment}) *t = arena.keep({G, T}, DType::i32, "batch");
+  losses_ = arena.keep({G * T}, DType::f32, "batch");
+  if (arena.planning()) return;
+  const int64_t layers = static_cast<int64_t>(model_->moe_layers().size());
+  ids_memory_ = PinnedBuffer(device_, 3 * G * T * size_of(DType::i32));
+  losses_memory_ = PinnedBuffer(device_, G * T * size_of(DType::f32));
+  loads_memory_ = PinnedBuffer(device_, layers * config_.model.num_experts * size_of(DType::i32));
+  auxiliary_memory_ = PinnedBuffer(device_, layers * size_of(DType::f32));
 }
 
 void Trainer::resume() {
@@ -185,55 +189,82 @@ void Trainer::save() {
   recorder_->checkpoint(state_.step, config_.checkpoint.dir);
 }
 
-// ---------------------------------------------------------------------------------------------------------- one step
-
-void Trainer::upload_batch(const Batch& b) {
-  const auto put = [&](Tensor t, const std::vector<int32_t>& ids) {
-    upload(*stream_, t, Tensor::of(ids.data(), {b.rows, b.sequence_length}));
-  };
-  put(batch_.tokens, b.tokens);
-  put(batch_.targets, b.targets);
-  put(batch_.segment, b.segment);
+void Trainer::profile() {
+  profiler_ = std::make_unique<Profiler>(device_);
+  stream_->profiler = profiler_.get();
 }
 
-// Sum of the first n losses, in fp64 and in order; waits for the device.
-double Trainer::sum_of_losses(int64_t n) {
-  host_losses_.resize(static_cast<size_t>(n));
-  download(*stream_, Tensor::of(host_losses_.data(), {n}), losses_.slice(0, n));
-  wait(*stream_);
+// ---------------------------------------------------------------------------------------------------------- one step
+
+// Queues the copy of a micro-batch to rows [row, row + b.rows) of batch_.  Those rows of the host's side must be done
+// with: the wait at the end of a step, or of an evaluated batch, sees to it.
+MicroBatch Trainer::upload_batch(const Batch& b, int64_t row) {
+  const int64_t G = config_.train.global_batch_size, T = b.sequence_length;
+  const Tensor host = ids_memory_.tensor({3, G, T}, DType::i32);
+  const auto put = [&](int64_t which, const Tensor& all, const std::vector<int32_t>& ids) {
+    const Tensor from = host[which].slice(row, b.rows), to = all.slice(row, b.rows);
+    std::copy(ids.begin(), ids.end(), from.i32());
+    upload(*stream_, to, from);
+    return to;
+  };
+  MicroBatch micro;
+  micro.tokens = put(0, batch_.tokens, b.tokens);
+  micro.targets = put(1, batch_.targets, b.targets);
+  micro.segment = put(2, batch_.segment, b.segment);
+  return micro;
+}
+
+// Sum of the first n losses read back, in fp64 and in order.
+double Trainer::sum_of_losses(int64_t n) const {
+  const float* losses = losses_memory_.tensor({n}, DType::f32).f32();
   double sum = 0;
-  for (float x : host_losses_) sum += static_cast<double>(x);
+  for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(losses[i]);
   return sum;
 }
 
-double Trainer::accumulate_gradients(const std::vector<Batch>& micro_batches) {
-  int64_t valid = 0, done = 0;
+// Queues all micro-batches of a step; returns the number of targets.
+int64_t Trainer::accumulate_gradients(const std::vector<Batch>& micro_batches) {
+  int64_t valid = 0, row = 0;
   for (const Batch& b : micro_batches) valid += valid_targets(b);
   const float scale = valid > 0 ? static_cast<float>(1.0 / static_cast<double>(valid)) : 0.f;
   for (const Batch& b : micro_batches) {
-    const int64_t n = b.rows * b.sequence_length;
-    upload_batch(b);
-    model_->train(*stream_, batch_, losses_.slice(done, n), scale, pass_);
-    done += n;
+    const MicroBatch micro = upload_batch(b, row);
+    model_->train(*stream_, micro, losses_.slice(row * b.sequence_length, b.rows * b.sequence_length), scale, pass_);
+    row += b.rows;
   }
-  state_.tokens += done;
-  return sum_of_losses(done) / static_cast<double>(std::max<int64_t>(1, valid));
+  return valid;
 }
 
-void Trainer::record_balance(StepResult& r) {
-  for (MoeLayer* layer : model_->moe_layers()) {
-    std::vector<char> memory;
-    const Tensor load = on_host(*stream_, layer->balancer().load(), memory);
-    int64_t most = 0, total = 0;
-    for (int64_t e = 0; e < load.numel(); ++e) {
-      most = std::max<int64_t>(most, load.i32()[e]);
-      total += load.i32()[e];
+// Queues the copies of what the host wants to know about a step, then waits for the device: the only wait of a step.
+void Trainer::read_back(int64_t losses) {
+  Stream& s = *stream_;
+  download(s, losses_memory_.tensor({losses}, DType::f32), losses_.slice(0, losses));
+  const std::vector<MoeLayer*>& layers = model_->moe_layers();
+  const int64_t L = static_cast<int64_t>(layers.size()), E = config_.model.num_experts;
+  for (int64_t l = 0; l < L; ++l) {
+    const Balancer& balancer = layers[static_cast<size_t>(l)]->balancer();
+    download(s, loads_memory_.tensor({L, E}, DType::i32)[l], balancer.load());
+    if (balancer.auxiliary()) {
+      download(s, auxiliary_memory_.tensor({L}, DType::f32).slice(l, 1), balancer.auxiliary());
     }
-    r.violation.push_back(total > 0 ? static_cast<double>(most * load.numel()) / static_cast<double>(total) - 1.0
-                                    : 0.0);
+  }
+  wait(s);
+}
+
+void Trainer::record_balance(StepResult& r) const {
+  const std::vector<MoeLayer*>& layers = model_->moe_layers();
+  const int64_t L = static_cast<int64_t>(layers.size()), E = config_.model.num_experts;
+  for (int64_t l = 0; l < L; ++l) {
+    const int32_t* load = loads_memory_.tensor({L, E}, DType::i32)[l].i32();
+    int64_t most = 0, total = 0;
+    for (int64_t e = 0; e < E; ++e) {
+      most = std::max<int64_t>(most, load[e]);
+      total += load[e];
+    }
+    r.violation.push_back(total > 0 ? static_cast<double>(most * E) / static_cast<double>(total) - 1.0 : 0.0);
     r.max_violation = std::max(r.max_violation, r.violation.back());
-    if (layer->balancer().auxiliary()) {
-      r.auxiliary_loss += static_cast<double>(on_host(*stream_, layer->balancer().auxiliary(), memory).f32()[0]);
+    if (layers[static_cast<size_t>(l)]->balancer().auxiliary()) {
+      r.auxiliary_loss += static_cast<double>(auxiliary_memory_.tensor({L}, DType::f32).f32()[l]);
     }
   }
 }
@@ -242,14 +273,20 @@ Trainer::StepResult Trainer::train_step() {
   std::vector<Batch> micro_batches;
   const int64_t count = config_.train.global_batch_size / config_.train.micro_batch_size;
   for (int64_t m = 0; m < count; ++m) micro_batches.push_back(loader_->fetch(state_.step, m));
+  const int64_t tokens = config_.tokens_per_step();
 
   model_->begin_step(*stream_);
   model_->parameters().zero_gradients(*stream_);
+  const int64_t targets = accumulate_gradients(micro_batches);
+  optimizer_->measure(*stream_, *model_);
+  read_back(tokens);
+
   StepResult r;
-  r.loss = accumulate_gradients(micro_batches);
+  r.loss = sum_of_losses(tokens) / static_cast<double>(std::max<int64_t>(1, targets));
+  r.grad_norm = optimizer_->gradient_norm();
   r.lr = learning_rate(config_.schedule, state_.step, total_steps_);
-  r.grad_norm = optimizer_->gradient_norm(*stream_);
   record_balance(r);
+  state_.tokens += tokens;
   ++state_.step;
   r.skipped = !std::isfinite(r.loss) || !std::isfinite(r.grad_norm);
   if (r.skipped) {
@@ -275,9 +312,11 @@ Trainer::EvalResult Trainer::evaluate() {
   for (int64_t row = 0; row < last; row += B) {
     read_rows(*validation_data_, row, B, b);
     if (row + B > last) std::fill(b.targets.begin() + (last - row) * b.sequence_length, b.targets.end(), kIgnoreTarget);
-    upload_batch(b);
-    model_->evaluate(*stream_, batch_, losses_.slice(0, B * b.sequence_length), pass_);
-    sum += sum_of_losses(B * b.sequence_length);
+    const int64_t n = B * b.sequence_length;
+    model_->evaluate(*stream_, upload_batch(b, 0), losses_.slice(0, n), pass_);
+    download(*stream_, losses_memory_.tensor({n}, DType::f32), losses_.slice(0, n));
+    wait(*stream_);
+    sum += sum_of_losses(n);
     r.targets += valid_targets(b);
     for (int32_t t : b.targets) {
       if (t != kIgnoreTarget && !token_bytes.empty()) bytes += token_bytes[static_cast<size_t>(t)];
@@ -300,6 +339,10 @@ ExitCode Trainer::run() {
     const auto start = std::chrono::steady_clock::now();
     const StepResult r = train_step();
     const int64_t step = state_.step;
+    if (profiler_) {
+      profiler_->collect(*stream_);
+      ++profiled_steps_;
+    }
 
     StepRecord record;
     record.step = step;
@@ -335,6 +378,10 @@ ExitCode Trainer::finish(int signal) {
   save();
   const bool complete = state_.step >= total_steps_;
   recorder_->finish(complete, signal, state_.step);
+  if (profiler_) {
+    profiler_->collect(*stream_);
+    std::fputs(profile_text(profiler_->rows(), profiled_steps_).c_str(), stdout);
+  }
   return complete ? ExitCode::done : ExitCode::preempted;
 }
 

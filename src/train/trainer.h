@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
+#include "kernels/core/transfer.h"
 #include "src/config/run_config.h"
 #include "src/data/loader.h"
 #include "src/model/model.h"
@@ -28,6 +30,8 @@ class Trainer {
 
   // What --dry-run prints.
   std::string description() const;
+  // Adds up the time of each operation from now on and prints the table at the end of `run`.
+  void profile();
   // Trains to the end (or to a stop signal), with evaluations and checkpoints on the way.
   ExitCode run();
 
@@ -57,10 +61,11 @@ class Trainer {
   void restore(const class LoadedCheckpoint& checkpoint);
   void save();
   void allocate_state(Arena& arena);
-  void upload_batch(const Batch& b);
-  double sum_of_losses(int64_t n);
-  double accumulate_gradients(const std::vector<Batch>& micro_batches);
-  void record_balance(StepResult& r);
+  MicroBatch upload_batch(const Batch& b, int64_t row);
+  double sum_of_losses(int64_t n) const;
+  int64_t accumulate_gradients(const std::vector<Batch>& micro_batches);
+  void read_back(int64_t losses);
+  void record_balance(StepResult& r) const;
   ExitCode finish(int signal);
 
   RunConfig config_;
@@ -74,9 +79,12 @@ class Trainer {
   std::unique_ptr<Arena> state_memory_, arena_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Recorder> recorder_;
-  MicroBatch batch_;  // on the device
+  MicroBatch batch_;  // [global batch, T] ids on the device
   Tensor losses_;     // [global batch tokens] F32, on the device
-  std::vector<float> host_losses_;
+  // The host's side of both, and of the balance statistics (loads [MoE layers, E], auxiliary losses [MoE layers]).
+  PinnedBuffer ids_memory_, losses_memory_, loads_memory_, auxiliary_memory_;
+  std::unique_ptr<Profiler> profiler_;
+  int64_t profiled_steps_ = 0;
   Model::PassOptions pass_;
   TrainState state_;
   std::string resumed_from_;

@@ -122,3 +122,54 @@ TEST(Commands, GenerationStreamsRepeatsAndRefuses) {
   expect_refusal(program({"generate", dir / "run", "--top-p", "0"}), 2, {"top-p", "0", "(0, 1]"});
   expect_refusal(program({"generate", dir / "nowhere"}), 3, {"nowhere"});
 }
+
+TEST(Bench, OperationsHaveCountedBytesAndABound) {
+  const json j = json::parse(
+      must(program({"bench", "op", "rms_norm_forward", "kda_backward", "--device", "cpu", "--json", "--samples", "1"}))
+          .out);
+  ASSERT_EQ(j.size(), 2u);
+  EXPECT_EQ(j[0]["operation"], "rms_norm_forward");
+  // x and y, 1024 x 256 floats each.
+  EXPECT_EQ(j[0]["bytes"].get<double>(), 2.0 * 1024 * 256 * 4);
+  EXPECT_EQ(j[0]["flops"].get<double>(), 0.0);
+  for (const json& t : j) {
+    EXPECT_GT(t["median_ms"].get<double>(), 0.0);
+    EXPECT_GT(t["fraction_of_bound"].get<double>(), 0.0);
+    EXPECT_GT(t["copy_bytes_per_s"].get<double>(), 0.0);
+  }
+  const json shaped = json::parse(
+      must(program({"bench", "op", "rms_norm_forward", "--shape", "N=64,D=32", "--device", "cpu", "--json"})).out);
+  EXPECT_EQ(shaped[0]["bytes"].get<double>(), 2.0 * 64 * 32 * 4);
+}
+
+TEST(Bench, EveryOperationRuns) {
+  const Outcome o = must(program({"bench", "op", "--device", "cpu", "--samples", "1"}));
+  for (const char* name : {"copy", "residual_site_backward", "attention_backward", "grouped_linear_backward_weight",
+                           "linear_cross_entropy", "adamw", "muon", "quantile_histogram"}) {
+    EXPECT_NE(o.out.find(std::string("\n") + name + " "), std::string::npos) << name;
+  }
+}
+
+TEST(Bench, BadRequestsAreRefused) {
+  expect_refusal(program({"bench", "op", "softmax"}), 2, {"softmax", "Known:", "rms_norm_forward"});
+  expect_refusal(program({"bench", "op", "copy", "--shape", "X=3"}), 2, {"no dimension \"X\"", "N, D"});
+  expect_refusal(program({"bench", "op", "copy", "--shape", "N=0"}), 2, {"N is \"0\"", "from 1"});
+  expect_refusal(program({"bench", "op", "copy", "--shape", "N=12x"}), 2, {"N is \"12x\""});
+  expect_refusal(program({"bench", "op", "copy", "add_into", "--shape", "N=2"}), 2, {"one operation"});
+  expect_refusal(program({"bench", "op", "copy", "--device", "cpu", "--dtype", "bf16"}), 2, {"bf16", "fp32"});
+  expect_refusal(program({"bench", "op", "route_forward", "--device", "cpu", "--shape", "E=4,k=5"}), 2,
+                 {"k is 5", "E=4"});
+}
+
+TEST(Profile, TablesNameOperationsAndPhases) {
+  const TempDir dir;
+  train_on_text(dir.path());
+  json run = json::parse(read_text(dir / "run.json"));
+  run["log"]["dir"] = dir / "profiled";
+  write_text(dir / "profiled.json", run.dump());
+  const Outcome o = must(program({"train", dir / "profiled.json", "--profile"}));
+  for (const char* word : {"forward ", "backward ", "update ", "evaluate ", "kda_backward", "grouped_linear_forward",
+                           "muon_step", "sum_of_squares", "ms a step"}) {
+    EXPECT_NE(o.out.find(word), std::string::npos) << word << "\n" << o.out;
+  }
+}

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/core/profile.h"
 #include "src/config/run_config.h"
 
 namespace kestrel {
@@ -21,10 +22,16 @@ struct StepBenchmark {
   double peak_flops = 0;     // of the device at this precision, 0: not known
   int64_t memory_bytes = 0;  // parameters, gradients, optimizer, statistics, arena
   int64_t arena_bytes = 0;
+  std::vector<Profiler::Row> profile;  // of one whole step, when asked for
 };
 
-// Times `repeats` micro-batches and `updates` updates after `warmup` of each.
-StepBenchmark benchmark_step(const RunConfig& config, int64_t repeats, int64_t updates, int64_t warmup);
+struct StepBenchmarkOptions {
+  int64_t repeats = 8;  // micro-batches to time
+  int64_t updates = 3;  // updates to time
+  int64_t warmup = 2;   // micro-batches before the first timed one
+  bool profile = false;
+};
+StepBenchmark benchmark_step(const RunConfig& config, const StepBenchmarkOptions& options);
 
 std::string benchmark_text(const StepBenchmark& b);
 std::string benchmark_json(const StepBenchmark& b);

@@ -1,4 +1,4 @@
-#include "src/train/step_benchmark.h"
+#include "src/bench/step_benchmark.h"
 
 #include <algorithm>
 #include <chrono>
@@ -46,7 +46,7 @@ double datasheet_flops(const std::string& device, DType dtype) {
 
 }  // namespace
 
-StepBenchmark benchmark_step(const RunConfig& c, int64_t repeats, int64_t updates, int64_t warmup) {
+StepBenchmark benchmark_step(const RunConfig& c, const StepBenchmarkOptions& o) {
   const Device device = choose_device(c.train);
   if (device == Device::cuda) use_device(0);
   StepBenchmark r;
@@ -80,11 +80,7 @@ StepBenchmark benchmark_step(const RunConfig& c, int64_t repeats, int64_t update
   allocate(state_stream);
 
   const float scale = static_cast<float>(1.0 / static_cast<double>(r.tokens_per_step));
-  Arena arena(device, planned_bytes(device, [&](Stream& s) {
-                model.train(s, batch, losses, scale, pass);
-                optimizer.plan(s);
-                model.apply_balance(s);
-              }));
+  Arena arena(device, planned_bytes(device, [&](Stream& s) { plan_step(s, model, optimizer, batch, losses, pass); }));
   Stream s(arena);
   s.queue = queue.get();
   std::vector<int32_t> ids(static_cast<size_t>(B * T));
@@ -97,15 +93,28 @@ StepBenchmark benchmark_step(const RunConfig& c, int64_t repeats, int64_t update
 
   model.begin_step(s);
   model.parameters().zero_gradients(s);
-  const auto micro = time_each(s, warmup, repeats, [&] { model.train(s, batch, losses, scale, pass); });
+  const auto micro = time_each(s, o.warmup, o.repeats, [&] { model.train(s, batch, losses, scale, pass); });
   int64_t update = 0;
-  const auto update_ms = time_each(s, 1, updates, [&] {
-    const double norm = optimizer.gradient_norm(s);
-    optimizer.step(s, ++update, 1e-4, optimizer.clip_scale(norm));
+  const auto update_ms = time_each(s, 1, o.updates, [&] {
+    optimizer.measure(s, model);
+    wait(s);
+    optimizer.step(s, ++update, 1e-4, optimizer.clip_scale(optimizer.gradient_norm()));
     model.apply_balance(s);
     model.begin_step(s);
     model.parameters().zero_gradients(s);
   });
+  if (o.profile) {
+    Profiler profiler(device);
+    s.profiler = &profiler;
+    for (int64_t i = 0; i < r.micro_batches; ++i) model.train(s, batch, losses, scale, pass);
+    optimizer.measure(s, model);
+    wait(s);
+    optimizer.step(s, ++update, 1e-4, optimizer.clip_scale(optimizer.gradient_norm()));
+    model.apply_balance(s);
+    profiler.collect(s);
+    r.profile = profiler.rows();
+    s.profiler = nullptr;
+  }
   r.micro_batch_ms = median(micro);
   r.micro_batch_spread =
       (*std::max_element(micro.begin(), micro.end()) - *std::min_element(micro.begin(), micro.end())) /
@@ -136,10 +145,16 @@ std::string benchmark_text(const StepBenchmark& b) {
   }
   std::snprintf(line, sizeof line, "\nmemory       %10.3f GiB, of it %.3f GiB activations and scratch\n",
                 static_cast<double>(b.memory_bytes) / (1 << 30), static_cast<double>(b.arena_bytes) / (1 << 30));
-  return out + line;
+  out += line;
+  if (!b.profile.empty()) out += "\nOne step by operation:\n" + profile_text(b.profile, 1);
+  return out;
 }
 
 std::string benchmark_json(const StepBenchmark& b) {
+  nlohmann::ordered_json profile = nlohmann::ordered_json::array();
+  for (const Profiler::Row& r : b.profile) {
+    profile.push_back({{"phase", r.phase}, {"operation", r.operation}, {"calls", r.calls}, {"ms", r.ms}});
+  }
   return nlohmann::ordered_json{{"device", b.device},
                                 {"precision", b.precision},
                                 {"micro_batches", b.micro_batches},
@@ -151,7 +166,8 @@ std::string benchmark_json(const StepBenchmark& b) {
                                 {"tokens_per_s", b.tokens_per_s()},
                                 {"flops_per_token", b.flops_per_token},
                                 {"memory_bytes", b.memory_bytes},
-                                {"arena_bytes", b.arena_bytes}}
+                                {"arena_bytes", b.arena_bytes},
+                                {"profile", profile}}
       .dump(2);
 }
 

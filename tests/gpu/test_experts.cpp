@@ -1,0 +1,111 @@
+// Dispatch and combine on the GPU against the CPU.
+#include "gpu/support.h"
+#include "kernels/experts/experts.h"
+
+namespace kestrel::test {
+namespace {
+
+struct Case {
+  int64_t N, slots, E, D, left;
+};
+// One token, one expert, many; widths that are and are not whole 16-byte packets; more experts than pairs; pieces that
+// end inside a token.
+constexpr Case kCases[] = {{1, 1, 1, 1, 0},       {3, 2, 4, 7, 1},      {300, 3, 5, 64, 0},     {1000, 8, 64, 136, 8},
+                           {257, 16, 896, 40, 0}, {40, 7, 2000, 24, 8}, {4096, 8, 64, 1024, 0}, {0, 2, 3, 8, 0}};
+
+std::vector<int32_t> integers(const Tensor& t, int64_t n) {
+  return {t.i32(), t.i32() + n};
+}
+
+void check(const Case& c, DType t, bool some_unused) {
+  CudaStream cuda;
+  CpuStream cpu;
+  const int64_t R = c.N * c.slots;
+  Buffer index({c.N, c.slots}, DType::i32), row_of({c.N, c.slots}, DType::i32), token_of({R}, DType::i32);
+  Buffer offsets({c.E + 1}, DType::i64), x({c.N, c.D}), rows({R, c.D}), y({c.N, c.D}), value({c.N, c.slots}), p({R});
+  Buffer back({c.N, c.slots});
+  std::mt19937_64 rng(11);
+  for (int64_t i = 0; i < R; ++i) {
+    // Unequal loads, experts 0 and E/2 favoured.
+    const uint64_t u = rng();
+    const int64_t e =
+        u % 3 == 0 ? 0 : (u % 3 == 1 ? c.E / 2 : static_cast<int64_t>(u / 3 % static_cast<uint64_t>(c.E)));
+    index->i32()[i] = some_unused && u % 7 == 0 ? -1 : static_cast<int32_t>(e);
+  }
+  x.normal(1);
+  rows.normal(2);
+  value.normal(3);
+  p.normal(4);
+  round_to(t, x);
+  round_to(t, rows);
+  const DispatchPlan plan{row_of, token_of, offsets};
+  dispatch_plan(cpu, plan, index);
+  const int64_t used = offsets->as<int64_t>()[c.E];
+
+  DeviceBuffer xindex({c.N, c.slots}, DType::i32, 0, 1), xrow_of({c.N, c.slots}, DType::i32),
+      xtoken_of({R}, DType::i32);
+  DeviceBuffer xoffsets({c.E + 1}, DType::i64);
+  xindex.upload(index);
+  const DispatchPlan device{xrow_of, xtoken_of, xoffsets};
+  cuda.run([&](Stream& s) { dispatch_plan(s, device, xindex); });
+  expect_equal("row_of", xrow_of, integers(row_of, R));
+  // token_of beyond the rows in use stays as it was: 0xff.
+  expect_equal("token_of", xtoken_of, integers(token_of, R));
+  const std::vector<char> raw = xoffsets.raw();
+  EXPECT_EQ(std::memcmp(raw.data(), offsets->data, raw.size()), 0) << "offsets";
+  if (::testing::Test::HasFailure()) return;
+
+  // rows: poisoned beyond the rows in use; they must neither be written nor read.
+  DeviceBuffer xx(x, t, c.left, 0), xrows({R, c.D}, t, c.left, 8), filled(rows, t, c.left, 8),
+      xy({c.N, c.D}, t, 0, c.left);
+  cuda.run([&](Stream& s) { gather_rows(s, xrows, xx, device); });
+  const std::vector<float> g = xrows.values();
+  for (int64_t r = 0; r < R; ++r) {
+    for (int64_t d = 0; d < c.D; ++d) {
+      const float got = g[static_cast<size_t>(r * c.D + d)];
+      const bool good = r < used ? got == x[token_of->i32()[r] * c.D + d] : std::isnan(got);
+      if (good) continue;
+      ADD_FAILURE() << "gathered [" << r << "," << d << "] is " << got << ", rows in use " << used;
+      return;
+    }
+  }
+  Buffer poisoned({R, c.D});
+  poisoned.copy(rows);
+  for (int64_t i = used * c.D; i < R * c.D; ++i) poisoned[i] = std::numeric_limits<float>::quiet_NaN();
+  filled.upload(poisoned);
+  sum_rows(cpu, y, rows, plan);
+  cuda.run([&](Stream& s) { sum_rows(s, xy, filled, device); });
+  expect_close("sum", xy, y, t == DType::bf16 ? 3e-3 : 1e-6);  // the same fp32 sum in the same order, rounded once
+  DeviceBuffer xy2({c.N, c.D}, t, 0, c.left);
+  cuda.run([&](Stream& s) { sum_rows(s, xy2, filled, device); });
+  expect_same_bits("sum again", xy, xy2);
+
+  DeviceBuffer xvalue(value, DType::f32, 1, 0), xp({R}), xback({c.N, c.slots}, DType::f32, 0, 3);
+  cuda.run([&](Stream& s) {
+    gather_slots(s, xp, xvalue, device);
+    scatter_slots(s, xback, xp, device);
+  });
+  gather_slots(cpu, p, value, plan);
+  scatter_slots(cpu, back, p, plan);
+  const std::vector<float> gp = xp.values();
+  for (int64_t r = 0; r < R; ++r) {
+    const float got = gp[static_cast<size_t>(r)];
+    EXPECT_TRUE(r < used ? got == p[r] : std::isnan(got)) << "slot value of row " << r << " is " << got;
+  }
+  expect_close("scattered", xback, back, 0.0);
+}
+
+TEST(GpuExperts, PlanGatherAndSum) {
+  for (const Case& c : kCases) {
+    for (const DType t : {DType::f32, DType::bf16}) {
+      for (const bool some_unused : {false, true}) {
+        SCOPED_TRACE(
+            text(name_of(t), " N ", c.N, " slots ", c.slots, " E ", c.E, " D ", c.D, some_unused ? " unused" : ""));
+        check(c, t, some_unused);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kestrel::test
