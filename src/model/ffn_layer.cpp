@@ -40,7 +40,8 @@ void FfnLayer::backward(const Pass& pass, Tensor dx, Tensor dy, Tensor x) {
   } else if (pass.recompute == Recompute::pointwise) {
     activate(pass.recomputing());
   }
-  Tensor dgate_up = pass.s.temp({N, 2 * F_}, pass.dtype), dh = pass.s.temp({N, F_}, pass.dtype);
+  Tensor dh = pass.s.temp({N, F_}, pass.dtype);
+  const Tensor dgate_up = a_.gate_up;  // in place: nobody reads the forward's values after the unit's backward
   linear_backward(pass.s, dh, down_->g, dy, a_.h, down_->w);
   glu_backward(pass.s, glu_, dgate_up.columns(0, F_), dgate_up.columns(F_, F_), {}, dh, a_.gate_up.columns(0, F_),
                a_.gate_up.columns(F_, F_));

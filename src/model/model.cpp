@@ -165,10 +165,11 @@ void Model::backward(const Pass& pass, const MicroBatch& batch, Tensor dx) {
     // The gradient of the prefix is the gradient of every sublayer output summed into it.
     Tensor dy = dprefix;
     if (pass.dtype != DType::f32) {
-      dy = s.temp({N, D}, pass.dtype);
+      // Where y is kept, that of the site behind is done with.
+      dy = pass.recompute == Recompute::none ? passages_[i + 1].y : s.temp({N, D}, pass.dtype);
       copy_cast(s, dy, dprefix);
     }
-    Tensor dsite = s.temp({N, D}, pass.dtype);
+    const Tensor dsite = dx;  // the head's gradient is done with
     sublayers_[i]->backward(pass, dsite, dy, site.y);
     // In front of a closing site lies the prefix that became a row: its gradient is what later sites left there.
     if (sites_[i].closes) dprefix = dcompleted[--rows];

@@ -139,8 +139,8 @@ void MoeLayer::backward_experts(const Pass& pass, Tensor dz, Tensor dweight, Ten
   ScratchScope scope(s);
   const int64_t R = a_.plan.max_rows();
   const Tensor w13 = w13_->w.view({E_, 2 * f_, l_}), w2 = w2_->w.view({E_, l_, f_});
-  Tensor drows = s.temp({R, l_}, pass.dtype), dh = s.temp({R, f_}, pass.dtype),
-         dgate_up = s.temp({R, 2 * f_}, pass.dtype);
+  Tensor drows = s.temp({R, l_}, pass.dtype), dh = s.temp({R, f_}, pass.dtype);
+  const Tensor dgate_up = a_.gate_up;  // in place: nobody reads the forward's values after the unit's backward
   Tensor dp = s.temp({R});
   gather_rows(s, drows, du, a_.plan);
   grouped_linear_backward_input(s, dh, drows, w2, a_.plan.offsets);
