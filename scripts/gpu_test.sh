@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU: tests/gpu, every model fixture through `kestrel parity` in fp32 and bf16, and the step
-# benchmark; then writes tests/gpu/last_run.json.
+# Runs everything that needs a GPU: tests/gpu, every model fixture through `kestrel parity` in fp32 and bf16, the benchmarks
+# of the step and of every operation; then writes tests/gpu/last_run.json.
 #
 #     scripts/gpu_test.sh                       # builds first (preset cuda)
 #     scripts/gpu_test.sh --binaries DIR        # uses DIR/kestrel and DIR/test_gpu
@@ -56,8 +56,21 @@ for line in open(sys.argv[1]):
 P
 
 echo "== step"
-"$binaries/kestrel" bench step configs/bench_2p8b.json --json >"$work/step.json" 2>"$work/step.err" || { cat "$work/step.err"; echo null >"$work/step.json"; }
-cat "$work/step.json"
+"$binaries/kestrel" bench step configs/bench_2p8b.json --json --profile >"$work/step.json" 2>"$work/step.err" || { cat "$work/step.err"; echo null >"$work/step.json"; }
+python3 - "$work/step.json" <<'P'
+import json, sys
+j = json.load(open(sys.argv[1]))
+if j:
+    print(f"{j['tokens_per_s']:.0f} tokens/s, micro-batch {j['micro_batch_ms']:.1f} ms, update {j['update_ms']:.1f} ms, {j['memory_bytes'] / 2**30:.2f} GiB")
+P
+
+echo "== operations"
+"$binaries/kestrel" bench op --json >"$work/ops.json" 2>"$work/ops.err" || { cat "$work/ops.err"; echo null >"$work/ops.json"; }
+python3 - "$work/ops.json" <<'P'
+import json, sys
+for t in json.load(open(sys.argv[1])) or []:
+    print(f"{t['operation']:34s} {t['median_ms']:9.4f} ms {t['bytes'] / t['median_ms'] * 1e-9:7.3f} TB/s {t['flops'] / t['median_ms'] * 1e-9:8.1f} TFLOP/s {100 * t['fraction_of_bound']:6.1f} % of bound")
+P
 
 python3 - "$work" "$record" "$tests_rc" <<'P'
 import datetime, hashlib, json, os, subprocess, sys
@@ -77,6 +90,7 @@ result = {
     "timings": [l.strip() for l in open(f"{work}/tests.log") if l.startswith("KDA ")],
     "parity": [json.loads(l) for l in open(f"{work}/parity.jsonl")],
     "bench_2p8b": json.load(open(f"{work}/step.json")),
+    "operations": json.load(open(f"{work}/ops.json")),
 }
 json.dump(result, open(record, "w"), indent=1)
 print("written", record)

@@ -21,6 +21,8 @@ void check_vector(const char* name, const Tensor& t, DType dtype, int64_t n) {
 void check_plan(const DispatchPlan& plan) {
   KESTREL_CHECK(plan.row_of.rank == 2 && plan.row_of.dtype == DType::i32, "row_of is ", plan.row_of.describe(),
                 ", expected I32[N,slots]");
+  KESTREL_CHECK(plan.max_rows() <= INT32_MAX, plan.tokens(), " tokens of ", plan.slots(),
+                " slots: rows are numbered in 32 bits");
   check_vector("token_of", plan.token_of, DType::i32, plan.max_rows());
   KESTREL_CHECK(plan.experts() >= 1, "offsets is ", plan.offsets.describe(), ", expected I64[E+1]");
   check_vector("offsets", plan.offsets, DType::i64, plan.experts() + 1);
@@ -61,9 +63,10 @@ void dispatch_plan(Stream& s, const DispatchPlan& plan, Tensor index) {
   ScratchScope scope(s);
   if constexpr (kBuiltWithCuda) {
     if (s.device() == Device::cuda) {
-      const Tensor counts = s.temp({cuda::dispatch_pieces(plan.max_rows()), plan.experts()}, DType::i32);
+      const cuda::DispatchCut cut(plan.max_rows(), plan.experts());
+      const Tensor counts = s.temp({cut.pieces, plan.experts()}, DType::i32);
       const Tensor totals = s.temp({plan.experts()}, DType::i32);
-      if (!s.planning()) cuda::dispatch_plan(s, plan, index, counts, totals);
+      if (!s.planning()) cuda::dispatch_plan(s, plan, index, cut, counts, totals);
       return;
     }
   }

@@ -5,12 +5,25 @@
 
 namespace kestrel::cuda {
 
-// Pairs (token, slot) in one piece of the counting sort; scratch: counts [pieces, E] I32 and totals [E] I32.
-constexpr int64_t kPairsPerPiece = 256;
-inline int64_t dispatch_pieces(int64_t pairs) {
-  return (pairs + kPairsPerPiece - 1) / kPairsPerPiece;
-}
-void dispatch_plan(Stream& s, const DispatchPlan& plan, Tensor index, Tensor counts, Tensor totals);
+// How the counting sort cuts the pairs (token, slot): a warp takes 256 of them, a block a piece of `warps` times as
+// many.  Each warp counts by expert for itself, so many experts leave room for fewer warps.  A function of the shape
+// alone; kCounters of I32 fit into the shared memory of every device we build for.
+struct DispatchCut {
+  static constexpr int kPairsPerWarp = 256;
+  static constexpr int kMostWarps = 8;
+  static constexpr int64_t kCounters = 24 << 10;
+  int warps;
+  int64_t pieces;
+
+  DispatchCut(int64_t pairs, int64_t experts) : warps(kMostWarps) {
+    KESTREL_CHECK(experts <= kCounters, "the CUDA back end sorts for at most ", kCounters, " experts, got ", experts);
+    while (warps * experts > kCounters) warps /= 2;
+    pieces = (pairs + warps * kPairsPerWarp - 1) / (warps * kPairsPerWarp);
+  }
+};
+// Scratch: counts [pieces, E] I32 and totals [E] I32.
+void dispatch_plan(Stream& s, const DispatchPlan& plan, Tensor index, const DispatchCut& cut, Tensor counts,
+                   Tensor totals);
 
 void gather_rows(Stream& s, Tensor rows, Tensor x, const DispatchPlan& plan);
 void sum_rows(Stream& s, Tensor y, Tensor rows, const DispatchPlan& plan);

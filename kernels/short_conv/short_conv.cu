@@ -133,15 +133,22 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Input<T> in, co
     for (int j = 0; j < V; ++j) u[j] = silu(u[j]);
     store(out + t * y.ld, u);
   };
+  const auto fetch = [&](int64_t t, Packed<T, V>(&packed)[kGroup]) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) packed[i].load(x + (t + i) * in.x.ld);
+  };
+  // The next group is on its way while this one is worked on.
   int64_t t = strip.first;
+  Packed<T, V> ahead[kGroup];
+  if (t + kGroup <= strip.last) fetch(t, ahead);
   for (; t + kGroup <= strip.last; t += kGroup) {
     Packed<T, V> packed[kGroup];
     int reach[kGroup];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      packed[i].load(x + (t + i) * in.x.ld);
-      reach[i] = walker.reach(t + i);
-    }
+    for (int i = 0; i < kGroup; ++i) packed[i] = ahead[i];
+    if (t + 2 * kGroup <= strip.last) fetch(t + kGroup, ahead);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) reach[i] = walker.reach(t + i);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) step(t + i, packed[i], reach[i]);
   }
@@ -271,7 +278,7 @@ dim3 grid(int64_t strips, int64_t C, int V) {
 
 void short_conv_forward(Stream& s, int64_t B, int64_t T, Tensor y, Tensor x, Tensor weight, Tensor document_start,
                         Tensor history) {
-  constexpr int kWide = 8;
+  constexpr int kWide = 4;  // with 8 channels too few threads fit: 0.271 against 0.236 ms at B 8, T 4096, C 6144
   const int64_t C = x.cols(), strips = B * divide_up(T, kForwardStrip);
   if (strips == 0 || C == 0) return;
   const bool aligned = all_wide(kWide, y, x, history);

@@ -111,16 +111,23 @@ OpCase embedding(OpOperands& o, const OpShape& d, bool backward) {
   const int64_t N = d["N"], V = d["V"];
   const Tensor y = o.noise(N, d["D"], backward ? DType::f32 : o.dtype());
   const CounterRandom random(2, "ids");
-  const Tensor ids = o.integers(N, [&](int64_t i) {
+  const auto id = [&](int64_t i) {
     const double u = random.uniform(static_cast<uint64_t>(i));
     return std::clamp(static_cast<int64_t>(3 * std::pow(static_cast<double>(V) / 3 + 1, u)) - 3, int64_t{0}, V - 1);
-  });
+  };
+  const Tensor ids = o.integers(N, id);
+  // Rows of the table that are touched count once.
+  std::vector<bool> touched(static_cast<size_t>(V));
+  for (int64_t i = 0; i < N; ++i) touched[static_cast<size_t>(id(i))] = true;
+  const double rows = static_cast<double>(std::count(touched.begin(), touched.end(), true));
+  const double share = rows / static_cast<double>(V);
   if (backward) {
     const Tensor dtable = o.zeros(V, d["D"], DType::f32);
-    return {bytes_of({y}), 0, [=](Stream& s) { embedding_backward(s, dtable, y, ids); }};
+    return {bytes_of({y}) + 2 * share * bytes_of({dtable}), 0,
+            [=](Stream& s) { embedding_backward(s, dtable, y, ids); }};
   }
   const Tensor table = o.noise(V, d["D"]);
-  return {bytes_of({y, y}), 0, [=](Stream& s) { embedding_forward(s, y, ids, table); }};
+  return {bytes_of({y}) + share * bytes_of({table}), 0, [=](Stream& s) { embedding_forward(s, y, ids, table); }};
 }
 
 // ---------------------------------------------------------------------------------------------------------- depth

@@ -1,4 +1,7 @@
 // Dispatch and combine on the GPU against the CPU.
+#include <limits>
+#include <memory>
+
 #include "gpu/support.h"
 #include "kernels/experts/experts.h"
 
@@ -8,10 +11,13 @@ namespace {
 struct Case {
   int64_t N, slots, E, D, left;
 };
-// One token, one expert, many; widths that are and are not whole 16-byte packets; more experts than pairs; pieces that
-// end inside a token.
+// One token, one expert, many; widths that are and are not whole 16-byte packets, one chunk of a warp and several; more
+// experts than pairs; pieces that end inside a token; more experts than eight warps have counters for; more slots than
+// lanes; more pieces than a thread of the scan holds at a time; no tokens, no slots.
 constexpr Case kCases[] = {{1, 1, 1, 1, 0},       {3, 2, 4, 7, 1},      {300, 3, 5, 64, 0},     {1000, 8, 64, 136, 8},
-                           {257, 16, 896, 40, 0}, {40, 7, 2000, 24, 8}, {4096, 8, 64, 1024, 0}, {0, 2, 3, 8, 0}};
+                           {257, 16, 896, 40, 0}, {40, 7, 2000, 24, 8}, {4096, 8, 64, 1024, 0}, {400, 7, 7000, 4, 0},
+                           {50, 40, 64, 2504, 8}, {30, 5, 3, 300, 1},   {70000, 8, 7, 8, 0},    {0, 2, 3, 8, 0},
+                           {5, 0, 3, 8, 0}};
 
 std::vector<int32_t> integers(const Tensor& t, int64_t n) {
   return {t.i32(), t.i32() + n};
@@ -104,6 +110,60 @@ TEST(GpuExperts, PlanGatherAndSum) {
         check(c, t, some_unused);
       }
     }
+  }
+}
+
+TEST(GpuExperts, IndexOutsideCountsAsUnused) {
+  CudaStream cuda;
+  CpuStream cpu;
+  constexpr int64_t N = 3, slots = 3, E = 3;
+  const int32_t given[] = {0, E, -7, 2, INT32_MAX, 1, INT32_MIN, 2, 0};
+  const int32_t meant[] = {0, -1, -1, 2, -1, 1, -1, 2, 0};
+  Buffer index({N, slots}, DType::i32), row_of({N, slots}, DType::i32), token_of({N * slots}, DType::i32);
+  Buffer offsets({E + 1}, DType::i64);
+  std::copy(std::begin(meant), std::end(meant), index->i32());
+  dispatch_plan(cpu, {row_of, token_of, offsets}, index);
+  std::copy(std::begin(given), std::end(given), index->i32());
+  DeviceBuffer xindex({N, slots}, DType::i32, 2, 1), xrow_of({N, slots}, DType::i32),
+      xtoken_of({N * slots}, DType::i32), xoffsets({E + 1}, DType::i64);
+  xindex.upload(index);
+  cuda.run([&](Stream& s) { dispatch_plan(s, {xrow_of, xtoken_of, xoffsets}, xindex); });
+  expect_equal("row_of", xrow_of, integers(row_of, N * slots));
+  expect_equal("token_of", xtoken_of, integers(token_of, N * slots));
+  const std::vector<char> raw = xoffsets.raw();
+  EXPECT_EQ(std::memcmp(raw.data(), offsets->data, raw.size()), 0) << "offsets";
+}
+
+// 2050 rows of 2^20 elements, 4.3 GB: from row 2048 on an element's number does not fit into 31 bits.
+TEST(GpuExperts, RowsBeyond32BitOffsets) {
+  CudaStream cuda;
+  constexpr int64_t N = 2, slots = 1025, D = int64_t{1} << 20, R = N * slots;
+  Buffer index({N, slots}, DType::i32), x({N, D}), sum({N, D});
+  index.zero();
+  for (int64_t i = 0; i < N * D; ++i) {
+    x[i] = static_cast<float>(i * 7 % 5 - 2);
+    sum[i] = rounded(slots * x[i], DType::bf16);  // fp32 holds every partial sum
+  }
+  DeviceBuffer xindex({N, slots}, DType::i32), row_of({N, slots}, DType::i32), token_of({R}, DType::i32);
+  DeviceBuffer offsets({2}, DType::i64), xx(x, DType::bf16), y({N, D}, DType::bf16);
+  xindex.upload(index);
+  const std::unique_ptr<void, void (*)(void*)> memory(cuda::allocate(R * D * 2, "a test"),
+                                                      [](void* p) { cuda::release(p); });
+  const Tensor rows(memory.get(), {R, D}, DType::bf16, Device::cuda);
+  const DispatchPlan plan{row_of, token_of, offsets};
+  cuda.run([&](Stream& s) {
+    dispatch_plan(s, plan, xindex);
+    gather_rows(s, rows, xx, plan);
+    sum_rows(s, y, rows, plan);
+  });
+  expect_close("sum", y, sum, 0.0);
+  const std::vector<char> tokens = xx.raw();
+  std::vector<char> row(D * 2);
+  for (const int64_t r : {int64_t{0}, slots - 1, slots, int64_t{2047}, int64_t{2048}, R - 1}) {
+    const int64_t n = D * 2;
+    cuda::copy_rows(nullptr, row.data(), n, static_cast<char*>(memory.get()) + r * n, n, n, 1);
+    cuda::wait(nullptr);
+    EXPECT_EQ(std::memcmp(row.data(), tokens.data() + r / slots * n, row.size()), 0) << "row " << r;
   }
 }
 
