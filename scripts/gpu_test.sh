@@ -52,7 +52,7 @@ import json, sys
 for line in open(sys.argv[1]):
     j = json.loads(line); r = j["result"]
     print(f"{j['precision']} {j['fixture']:32s}", r["error"][:300] if "error" in r else
-          f"loss {r['loss']:.1e} logits {r['logits']:.1e} gradient {r['worst_gradient']:.1e} ({r['worst_gradient_name']}) cosine {r['worst_cosine']:.5f} ({r['worst_cosine_name']})")
+          f"loss {r['loss']:.1e} logits {r['logits']:.1e} gradient {r['worst_gradient']:.1e} ({r['worst_gradient_name']}) cosine {r['worst_cosine']:.5f} ({r['worst_cosine_name']}), median {r['median_cosine']:.5f}, {r['cosines_of_0.999']} of {r['gradients']} at least 0.999")
 P
 
 echo "== step"

@@ -1,15 +1,17 @@
 // Routing among up to 1024 experts: a warp per token, expert e in lane e mod 32, values in registers.
 //
 // A bound first: with m the number of experts wanted (k and the cutoff's), the m-th largest of the lanes' largest
-// values is reached by at least m experts, and by few more: about 24 of 896 for m = 17.  Those are collected, one per
-// lane, and sorted by (value falling, index rising) across the lanes; then lane j holds the j-th choice.  With
-// `threshold` the candidates are the experts above zero.  More than 32 candidates, or fewer than m numbers: by rounds.
+// values is reached by at least m experts, and by few more: about 32 ln(32 / (32.5 - m)), 23 for m = 17.  Those are
+// collected, one per lane, and sorted by (value falling, index rising) across the lanes; then lane j holds the j-th
+// choice.  With `threshold` the candidates are the experts above zero.  More than 32 candidates (some percent of the
+// tokens at m = 17, half of them at m = 21), or fewer than m numbers: by rounds over the registers.
 #include "kernels/router/route.cuh"
 
 namespace kestrel::cuda {
 namespace {
 
-constexpr int kMost = 32;  // candidates; registers per lane
+constexpr int kMost = 32;        // candidates; registers per lane
+constexpr int kMostWanted = 20;  // beyond, the bound lets too many pass (up to 32 experts need none)
 
 // Falling over the lanes.
 __device__ __forceinline__ float sort_lanes(float x) {
@@ -39,6 +41,31 @@ __device__ __forceinline__ void sort_lanes(int& key, int& tag) {
     }
   }
 }
+
+// Rounds over the values at hand; the score of a winner is made again from its logit.
+template <int R>
+struct RoundsInRegisters {
+  const float (&value)[R];
+  const float* logits;
+  unsigned taken;
+
+  __device__ __forceinline__ Best next() {
+    Best mine{INT_MIN, INT_MAX, 0.f};
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int key = order_key(value[r]);
+      if (!(taken >> r & 1) && (mine.expert == INT_MAX || key > mine.key)) {
+        mine.key = key;
+        mine.expert = static_cast<int>(threadIdx.x) + r * kWarp;
+      }
+    }
+    Best best = best_of_warp(mine);
+    if (best.expert == INT_MAX) return best;
+    if (best.expert == mine.expert) taken |= 1u << (best.expert / kWarp);
+    best.score = router_score(logits[best.expert]);
+    return best;
+  }
+};
 
 template <int R>
 __global__ void __launch_bounds__(kWarp* kRouteWarps, 2) route_candidates_kernel(const RouteArguments a) {
@@ -95,7 +122,7 @@ __global__ void __launch_bounds__(kWarp* kRouteWarps, 2) route_candidates_kernel
     }
     const int total = __shfl_sync(kAllLanes, upto, kWarp - 1);
     if (total > kMost || total < wanted) {
-      RoundsInMemory experts(z, a.bias, a.E);
+      RoundsInRegisters<R> experts{v, z, ~real};
       route_by_rounds(a, n, experts, count);
       continue;
     }
@@ -145,7 +172,7 @@ bool launch(Stream& s, const RouteArguments& a) {
 
 bool route_by_candidates(Stream& s, const RouteArguments& a) {
   const int wanted = a.k < a.E ? a.k + 1 : a.k, per_lane = (a.E + kWarp - 1) / kWarp;
-  if (per_lane > kMost || (!a.threshold && wanted > kMost)) return false;
+  if (per_lane > kMost || (!a.threshold && wanted > (per_lane == 1 ? kMost : kMostWanted))) return false;
   if (per_lane <= 1) return launch<1>(s, a);
   if (per_lane <= 2) return launch<2>(s, a);
   if (per_lane <= 4) return launch<4>(s, a);

@@ -42,6 +42,7 @@ result = {
     "worst_cosine_name": "",
     "gradients": 0,
 }
+cosines = []
 for name in sorted(n for n in want if n.startswith("grad.")):
     a, b = got[name], want[name]
     result["gradients"] += 1
@@ -54,8 +55,11 @@ for name in sorted(n for n in want if n.startswith("grad.")):
     norms = numpy.linalg.norm(a) * numpy.linalg.norm(b)
     if numpy.linalg.norm(b) > 0:
         cosine = float(a @ b / norms) if norms > 0 else 0.0
+        cosines.append(cosine)
         if cosine < result["worst_cosine"]:
             result["worst_cosine"], result["worst_cosine_name"] = cosine, name
+result["median_cosine"] = float(numpy.median(cosines))
+result["cosines_of_0.999"] = sum(c >= 0.999 for c in cosines)
 if "--json" in sys.argv:
     print(json.dumps(result))
 else:
