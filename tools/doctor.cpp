@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "kernels/core/device.h"
 #include "kernels/core/error.h"
 #include "kernels/gemm/gemm.h"
 #include "src/report/progress.h"
@@ -118,20 +119,18 @@ std::string libraries() {
               ", CLI11 ", CLI11_VERSION, ", glibc ", gnu_get_libc_version());
 }
 
+// Ranks are not implemented yet.
 std::string mpi() {
-#ifdef KESTREL_HAVE_MPI
-  return "built in";
-#else
-  return "not built in: one process (configure with -DKESTREL_MPI=ON)";
-#endif
+  return "not used: a run is one process on one device";
 }
 
 std::string cuda() {
-#ifdef KESTREL_HAVE_CUDA
-  return "built in";
-#else
-  return "not built in: the CPU back end only";
-#endif
+  if (!kBuiltWithCuda) return "not built in: the CPU back end only (configure with -DKESTREL_CUDA=ON)";
+  const DeviceCount gpus = device_count();
+  if (gpus.count == 0) return text("built in, but no GPU: ", gpus.reason, "; runs use the CPU back end");
+  const DeviceProperties p = device_properties(0);
+  return text("built in; ", gpus.count, gpus.count == 1 ? " GPU, " : " GPUs, the first ", p.name, ", sm_", p.major,
+              p.minor, ", ", p.memory >> 30, " GiB of memory, ", p.free_memory >> 30, " GiB free");
 }
 
 void threads_report() {

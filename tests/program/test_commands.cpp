@@ -1,4 +1,5 @@
 // The commands around training: help, evaluation, exchange with Hugging Face's layout.
+#include "kernels/core/device.h"
 #include "program.h"
 
 using namespace kestrel;
@@ -172,4 +173,13 @@ TEST(Profile, TablesNameOperationsAndPhases) {
                            "muon_step", "sum_of_squares", "ms a step"}) {
     EXPECT_NE(o.out.find(word), std::string::npos) << word << "\n" << o.out;
   }
+}
+
+TEST(Doctor, SaysWhichBackEndRuns) {
+  const Outcome o = must(program({"doctor"}));
+  const DeviceCount gpus = device_count();
+  const std::string expected = !kBuiltWithCuda  ? "not built in: the CPU back end only"
+                               : gpus.count > 0 ? "built in; "
+                                                : "built in, but no GPU: " + gpus.reason;
+  EXPECT_NE(o.out.find(expected), std::string::npos) << o.out;
 }
