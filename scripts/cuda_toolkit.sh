@@ -1,16 +1,23 @@
-# Sourced by test.sh: a CUDA toolkit to compile with, for machines without one.
+# Sourced by the other scripts: a CUDA toolkit to compile with.
+#
+# find_nvcc [FOLDER...]: puts an nvcc on PATH, from CUDA_HOME, /usr/local/cuda or the folders; fails when there is none.
 #
 # find_cuda_toolkit VENV PREFIX: uses the nvcc that is there (PATH, CUDA_HOME, /usr/local/cuda); otherwise assembles CUDA 13.0 from
 # NVIDIA's wheels on PyPI into PREFIX and puts it on PATH.  No GPU and no driver are needed to compile.
-find_cuda_toolkit() {
-  local venv=$1 prefix=$2 folder
-  for folder in "${CUDA_HOME:-}/bin" /usr/local/cuda/bin "$prefix/bin"; do
+find_nvcc() {
+  local folder
+  for folder in "${CUDA_HOME:-}/bin" /usr/local/cuda/bin "$@"; do
     if [[ -x $folder/nvcc ]]; then
       export PATH=$folder:$PATH
       break
     fi
   done
-  command -v nvcc >/dev/null && return 0
+  command -v nvcc >/dev/null
+}
+
+find_cuda_toolkit() {
+  local venv=$1 prefix=$2 folder
+  find_nvcc "$prefix/bin" && return 0
   echo "no nvcc: assembling CUDA 13.0 from PyPI in $prefix"
   "$venv/bin/pip" install --quiet 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' \
     'nvidia-cuda-cccl==13.0.*' 'nvidia-cublas==13.*' 'nvidia-cuda-nvrtc==13.0.*' 'nvidia-cudnn-cu13==9.*' || return 1

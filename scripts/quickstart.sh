@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/packages.sh
+source scripts/cuda_toolkit.sh
 
 say() { printf '\n== %s\n' "$*"; }
 data=runs/data/kjv
@@ -21,8 +22,7 @@ install_packages "${kestrel_text_packages[@]}" || echo "going on with the shippe
 
 # A GPU that works, and a compiler for it.
 preset=cpu
-for folder in "${CUDA_HOME:-/usr/local/cuda}/bin"; do [[ -x $folder/nvcc ]] && PATH=$folder:$PATH; done
-if nvidia-smi -L 2>/dev/null | grep -q '^GPU' && command -v nvcc >/dev/null; then preset=cuda; fi
+if nvidia-smi -L 2>/dev/null | grep -q '^GPU' && find_nvcc; then preset=cuda; fi
 say "build ($preset back end; log in build/quickstart.log)"
 mkdir -p build
 if ! { cmake --preset $preset -DKESTREL_TESTS=OFF -B build/quickstart && cmake --build build/quickstart --target kestrel; } >build/quickstart.log 2>&1; then

@@ -119,7 +119,7 @@ std::string libraries() {
               ", CLI11 ", CLI11_VERSION, ", glibc ", gnu_get_libc_version());
 }
 
-// Ranks are not implemented yet.
+// The fields of `parallel` accept 1 only, and say so.
 std::string mpi() {
   return "not used: a run is one process on one device";
 }

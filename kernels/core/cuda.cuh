@@ -165,7 +165,8 @@ __device__ __forceinline__ void store(T* p, const float (&x)[V]) {
 // ---------------------------------------------------------------- reductions
 
 // Over the warp, by a butterfly: every lane gets the same bits.
-__device__ __forceinline__ float warp_sum(float x) {
+template <class T>
+__device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
   for (int mask = kWarp / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
   return x;
@@ -179,16 +180,27 @@ __device__ __forceinline__ int warp_sum(int x) {
   return __reduce_add_sync(0xffffffffu, x);
 }
 
-// Over the block, warps in order: every thread gets the same bits.  All threads call it; `shared` holds one float per
+// Over the lanes up to and with this one.
+template <class T>
+__device__ __forceinline__ T warp_scan(T x) {
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T left = __shfl_up_sync(0xffffffffu, x, step);
+    if (static_cast<int>(threadIdx.x % kWarp) >= step) x += left;
+  }
+  return x;
+}
+
+// Over the block, warps in order: every thread gets the same bits.  All threads call it; `shared` holds one number per
 // warp and is free again on return.
-template <int threads>
-__device__ __forceinline__ float block_sum(float x, float* shared) {
+template <int threads, class T>
+__device__ __forceinline__ T block_sum(T x, T* shared) {
   static_assert(threads % kWarp == 0 && threads <= 1024);
   x = warp_sum(x);
   if constexpr (threads == kWarp) return x;
   if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
   __syncthreads();
-  float sum = 0.f;
+  T sum = 0;
 #pragma unroll
   for (int w = 0; w < threads / kWarp; ++w) sum += shared[w];
   __syncthreads();

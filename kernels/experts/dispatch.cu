@@ -83,16 +83,6 @@ __global__ void __launch_bounds__(kWarp* kWarp) scan_kernel(int32_t* counts, int
   }
 }
 
-// x summed over the lanes up to this one.
-__device__ __forceinline__ int32_t warp_scan(int32_t x) {
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int32_t left = __shfl_up_sync(0xffffffffu, x, step);
-    if (static_cast<int>(threadIdx.x % kWarp) >= step) x += left;
-  }
-  return x;
-}
-
 // One block: exclusive sums, 1024 experts at a time.
 __global__ void __launch_bounds__(kWarp* kWarp) offsets_kernel(int64_t* offsets, const int32_t* totals, int E) {
   __shared__ int32_t warps[kWarp];  // sums of the warps' totals up to each warp

@@ -365,14 +365,7 @@ bool grouped_hopper_serves(const GroupedProblem& p) {
 }
 
 void grouped_hopper(Stream& s, const GroupedProblem& p, GroupedPath path) {
-  switch (p.what) {
-    case Grouped::forward:
-      return launch<Grouped::forward>(cuda_stream(s), p, path);
-    case Grouped::backward_input:
-      return launch<Grouped::backward_input>(cuda_stream(s), p, path);
-    case Grouped::backward_weight:
-      return launch<Grouped::backward_weight>(cuda_stream(s), p, path);
-  }
+  with_product(p.what, [&](auto what) { launch<what()>(cuda_stream(s), p, path); });
 }
 
 }  // namespace kestrel::cuda

@@ -201,14 +201,7 @@ void launch(cudaStream_t stream, const GroupedProblem& p) {
 }  // namespace
 
 void grouped_mma(Stream& s, const GroupedProblem& p) {
-  switch (p.what) {
-    case Grouped::forward:
-      return launch<Grouped::forward>(cuda_stream(s), p);
-    case Grouped::backward_input:
-      return launch<Grouped::backward_input>(cuda_stream(s), p);
-    case Grouped::backward_weight:
-      return launch<Grouped::backward_weight>(cuda_stream(s), p);
-  }
+  with_product(p.what, [&](auto what) { launch<what()>(cuda_stream(s), p); });
 }
 
 }  // namespace kestrel::cuda

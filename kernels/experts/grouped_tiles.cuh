@@ -7,10 +7,25 @@
 // The number of a tile has no influence on its sums, so neither has the size of the grid.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/core/cuda.h"
 #include "kernels/experts/grouped_cuda.h"
 
 namespace kestrel::cuda {
+
+// f(std::integral_constant<Grouped, what>{}), for kernels that are templates on the product.
+template <class F>
+void with_product(Grouped what, F&& f) {
+  switch (what) {
+    case Grouped::forward:
+      return f(std::integral_constant<Grouped, Grouped::forward>{});
+    case Grouped::backward_input:
+      return f(std::integral_constant<Grouped, Grouped::backward_input>{});
+    case Grouped::backward_weight:
+      return f(std::integral_constant<Grouped, Grouped::backward_weight>{});
+  }
+}
 
 struct GroupedTile {
   int64_t begin, end;  // rows of the expert

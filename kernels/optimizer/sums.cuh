@@ -25,27 +25,7 @@ __device__ __forceinline__ void store_packet(T* p, const float (&x)[kPacket], in
   }
 }
 
-__device__ __forceinline__ double warp_sum(double x) {
-#pragma unroll
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
-  return x;
-}
-
-// Over the block, warps in order; `shared` holds one double per warp.  Thread 0 has the sum.
-template <int threads>
-__device__ __forceinline__ double block_sum(double x, double* shared) {
-  static_assert(threads % kWarp == 0 && threads <= 1024);
-  x = warp_sum(x);
-  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  double sum = 0;
-  if (threadIdx.x == 0) {
-    for (int w = 0; w < threads / kWarp; ++w) sum += shared[w];
-  }
-  return sum;
-}
-
-// The sum of partial[0 .. pieces) by one block: thread t adds pieces t, t + threads, ..., in order.  Thread 0 has it.
+// The sum of partial[0 .. pieces) by one block: thread t adds pieces t, t + threads, ..., in order.
 template <int threads>
 __device__ __forceinline__ double sum_of_pieces(const double* partial, int64_t pieces, double* shared) {
   double sum = 0;

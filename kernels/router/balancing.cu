@@ -112,9 +112,7 @@ void launch_histogram(Stream& s, Tensor hist, Tensor logits, Tensor cutoff, Tens
 __device__ __forceinline__ int64_t total_of(const int32_t* count, int bins) {
   int64_t n = 0;
   for (int b = threadIdx.x; b < bins; b += kWarp) n += count[b];
-#pragma unroll
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) n += __shfl_xor_sync(kAllLanes, n, mask);
-  return n;
+  return warp_sum(n);
 }
 
 // Where the count reaches `target`, in bins from the first one on (or from the last one down): as the CPU does.
@@ -125,12 +123,7 @@ __device__ __forceinline__ double position_of(const int32_t* count, int bins, do
   for (int first = 0; first < bins; first += kWarp) {
     const int step = first + threadIdx.x, bin = from_top ? bins - 1 - step : step;
     const int64_t here = step < bins ? count[bin] : 0;
-    int64_t sum = here;  // inclusive
-#pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-      const int64_t left = __shfl_up_sync(kAllLanes, sum, d);
-      if (static_cast<int>(threadIdx.x) >= d) sum += left;
-    }
+    const int64_t sum = warp_scan(here);
     const unsigned reached = __ballot_sync(kAllLanes, here > 0 && static_cast<double>(before + sum) >= needed);
     if (reached != 0) {
       const int lane = __ffs(reached) - 1;
@@ -262,12 +255,7 @@ __global__ void select_narrow_kernel(int32_t* counts, uint32_t* prefix, int64_t*
     c = 0;
     mine += here[i];
   }
-  int64_t upto = mine;  // inclusive
-#pragma unroll
-  for (int d = 1; d < kWarp; d *= 2) {
-    const int64_t left = __shfl_up_sync(kAllLanes, upto, d);
-    if (lane >= d) upto += left;
-  }
+  const int64_t upto = warp_scan(mine);
   const int64_t n = __shfl_sync(kAllLanes, upto, kWarp - 1);
   const int64_t wanted = shift == 24 ? (n > 0 ? n * k / E : -1) : rank[e];
   const uint32_t before = shift == 24 ? 0u : prefix[e];

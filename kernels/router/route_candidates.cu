@@ -114,12 +114,7 @@ __global__ void __launch_bounds__(kWarp* kRouteWarps, 2) route_candidates_kernel
     }
     reach &= real;
     const int found = __popc(reach);
-    int upto = found;
-#pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-      const int left = __shfl_up_sync(kAllLanes, upto, d);
-      if (lane >= d) upto += left;
-    }
+    const int upto = warp_scan(found);
     const int total = __shfl_sync(kAllLanes, upto, kWarp - 1);
     if (total > kMost || total < wanted) {
       RoundsInRegisters<R> experts{v, z, ~real};

@@ -1,7 +1,6 @@
 #include "src/bench/op_benchmark.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <functional>
 #include <nlohmann/json.hpp>
@@ -11,6 +10,7 @@
 #include "kernels/core/transfer.h"
 #include "kernels/gemm/gemm.h"
 #include "src/bench/op_table.h"
+#include "src/bench/timing.h"
 #include "kernels/core/error.h"
 #include "src/model/random.h"
 
@@ -129,27 +129,12 @@ Tensor OpOperands::integers(int64_t n, const std::function<int64_t(int64_t)>& va
 
 namespace {
 
-struct Samples {
-  double median_s, spread;
-};
-
-Samples time_calls(const Stream& s, int64_t samples, const std::function<void()>& call) {
-  using Clock = std::chrono::steady_clock;
-  const auto seconds = [&](int64_t calls) {
-    wait(s);
-    const auto start = Clock::now();
-    for (int64_t i = 0; i < calls; ++i) call();
-    wait(s);
-    return std::chrono::duration<double>(Clock::now() - start).count() / static_cast<double>(calls);
-  };
+// Samples of so many calls that each lasts about 5 ms.
+Timing time_calls(const Stream& s, int64_t samples, const std::function<void()>& call) {
   call();  // plans, pages, autotuned choices
-  const double once = seconds(1);
+  const double once = seconds_of(s, 1, call);
   const int64_t calls = std::clamp(static_cast<int64_t>(5e-3 / std::max(once, 1e-7)), int64_t{1}, int64_t{200});
-  std::vector<double> all;
-  for (int64_t i = 0; i < samples; ++i) all.push_back(seconds(calls));
-  std::sort(all.begin(), all.end());
-  const double median = all[all.size() / 2];
-  return {median, (all.back() - all.front()) / median};
+  return time_samples(s, samples, calls, call);
 }
 
 // Runs `fn(stream)` over a planner and then over an arena of that size.
@@ -182,8 +167,8 @@ const Ceilings& ceilings(const OpOptions& o) {
     const auto copy = [&] { copy_cast(s, y, x); };
     const auto product = [&] { gemm(s, out, a, Trans::no, b, Trans::yes); };
     if (s.planning()) return copy(), product();
-    c.copy = static_cast<double>(x.bytes() + y.bytes()) / time_calls(s, 9, copy).median_s;
-    c.product = 2.0 * static_cast<double>(n * n * n) / time_calls(s, 5, product).median_s;
+    c.copy = static_cast<double>(x.bytes() + y.bytes()) / time_calls(s, 9, copy).median;
+    c.product = 2.0 * static_cast<double>(n * n * n) / time_calls(s, 5, product).median;
   });
   known.emplace_back(std::pair(o.device, o.dtype), c);
   return known.back().second;
@@ -208,9 +193,9 @@ OpTiming benchmark_op(const std::string& name, const OpShape& shape, const OpOpt
     t.bytes = c.bytes;
     t.flops = c.flops;
     if (s.planning()) return c.call(s);
-    const Samples samples = time_calls(s, o.samples, [&] { c.call(s); });
-    t.median_ms = 1e3 * samples.median_s;
-    t.spread = samples.spread;
+    const Timing timing = time_calls(s, o.samples, [&] { c.call(s); });
+    t.median_ms = 1e3 * timing.median;
+    t.spread = timing.spread;
   });
   return t;
 }

@@ -200,15 +200,11 @@ OpCase attention(OpOperands& o, const OpShape& d, bool backward) {
     return {bytes_of({q, k, v, out}), 2 * pairs * width,
             [=](Stream& s) { attention_forward(s, dims, out, lse, q, k, v, {}); }};
   }
-  if (!o.stream().planning()) attention_forward(o.stream(), dims, out, lse, q, k, v, {});
+  attention_forward(o.stream(), dims, out, lse, q, k, v, {});
   const Tensor d_o = o.noise(N, dims.H * dims.Dv);
   const Tensor dq = o.zeros(N, q.cols()), dk = o.zeros(N, k.cols()), dv = o.zeros(N, v.cols());
   return {bytes_of({q, k, v, out, d_o, dq, dk, dv}), 2 * pairs * (2 * width + static_cast<double>(dims.Dqk)),
-          [=](Stream& s) {
-            // The first call of a planner also counts what the forward above takes.
-            if (s.planning()) attention_forward(s, dims, out, lse, q, k, v, {});
-            attention_backward(s, dims, dq, dk, dv, d_o, out, lse, q, k, v, {});
-          }};
+          [=](Stream& s) { attention_backward(s, dims, dq, dk, dv, d_o, out, lse, q, k, v, {}); }};
 }
 
 OpCase kda(OpOperands& o, const OpShape& d, bool backward) {
@@ -225,15 +221,13 @@ OpCase kda(OpOperands& o, const OpShape& d, bool backward) {
     return {bytes_of({in.q, in.k, in.v, in.gate, out}), flops,
             [=](Stream& s) { kda_forward(s, dims, in, out, {}, saved); }};
   }
-  if (!o.stream().planning()) kda_forward(o.stream(), dims, in, out, {}, saved);
+  kda_forward(o.stream(), dims, in, out, {}, saved);
   const Tensor d_o = o.noise(N, C);
   KdaGrads g;
   g.dq = o.zeros(N, C), g.dk = o.zeros(N, C), g.dv = o.zeros(N, C), g.dgate = o.zeros(N, C);
   g.dbeta = o.zeros(N, dims.H), g.dA_log = o.zero_vector(dims.H), g.ddt_bias = o.zero_vector(C);
-  return {bytes_of({in.q, in.k, in.v, in.gate, d_o, g.dq, g.dk, g.dv, g.dgate}), 2 * flops, [=](Stream& s) {
-            if (s.planning()) kda_forward(s, dims, in, out, {}, saved);
-            kda_backward(s, dims, in, saved, d_o, {}, g);
-          }};
+  return {bytes_of({in.q, in.k, in.v, in.gate, d_o, g.dq, g.dk, g.dv, g.dgate}), 2 * flops,
+          [=](Stream& s) { kda_backward(s, dims, in, saved, d_o, {}, g); }};
 }
 
 // ---------------------------------------------------------------------------------------------------------- experts
@@ -248,12 +242,10 @@ OpCase route(OpOperands& o, const OpShape& d, bool backward) {
   const Tensor load = o.zero_vector(E, DType::i32);
   const auto forward = [=](Stream& s) { route_forward(s, r, index, weight, score, cutoff, load, logits, bias); };
   if (!backward) return {bytes_of({logits, index, weight, score, cutoff}), 0, forward};
-  if (!o.stream().planning()) forward(o.stream());
+  forward(o.stream());
   const Tensor dweight = o.noise(N, k, DType::f32), dlogits = o.zeros(N, E, DType::f32);
-  return {bytes_of({dlogits, index, dweight, score}), 0, [=](Stream& s) {
-            if (s.planning()) forward(s);
-            route_backward(s, r, dlogits, dweight, index, score);
-          }};
+  return {bytes_of({dlogits, index, dweight, score}), 0,
+          [=](Stream& s) { route_backward(s, r, dlogits, dweight, index, score); }};
 }
 
 OpCase histogram(OpOperands& o, const OpShape& d) {
@@ -276,7 +268,7 @@ DispatchPlan plan_of(OpOperands& o, const OpShape& d, Tensor* index) {
   p.row_of = o.zeros(N, k, DType::i32);
   p.token_of = o.zero_vector(N * k, DType::i32);
   p.offsets = o.stream().arena->keep({E + 1}, DType::i64, "operands");
-  if (!o.stream().planning()) dispatch_plan(o.stream(), p, *index);
+  dispatch_plan(o.stream(), p, *index);
   return p;
 }
 
@@ -291,7 +283,6 @@ OpCase move_rows(OpOperands& o, const OpShape& d, bool sum) {
   const DispatchPlan p = plan_of(o, d, &index);
   const Tensor x = o.noise(d["N"], d["D"]), rows = o.noise(d["N"] * d["k"], d["D"]);
   return {bytes_of({x, rows, index}), 0, [=](Stream& s) {
-            if (s.planning()) dispatch_plan(s, p, index);
             if (sum) return sum_rows(s, x, rows, p);
             gather_rows(s, rows, x, p);
           }};
@@ -304,25 +295,14 @@ OpCase grouped_linear(OpOperands& o, const OpShape& d, Linear what) {
   const Tensor x = o.noise(R, in), y = o.noise(R, out), w = o.noise(E * out, in).view({E, out, in});
   const Tensor dw = o.zeros(E * out, in, DType::f32).view({E, out, in});
   const double flops = 2 * product({R, in, out});
-  const auto planned = [=](Stream& s) {
-    if (s.planning()) dispatch_plan(s, p, index);
-  };
   switch (what) {
     case Linear::forward:
-      return {bytes_of({x, w, y}), flops, [=](Stream& s) {
-                planned(s);
-                grouped_linear_forward(s, y, x, w, p.offsets);
-              }};
+      return {bytes_of({x, w, y}), flops, [=](Stream& s) { grouped_linear_forward(s, y, x, w, p.offsets); }};
     case Linear::input:
-      return {bytes_of({x, w, y}), flops, [=](Stream& s) {
-                planned(s);
-                grouped_linear_backward_input(s, x, y, w, p.offsets);
-              }};
+      return {bytes_of({x, w, y}), flops, [=](Stream& s) { grouped_linear_backward_input(s, x, y, w, p.offsets); }};
     case Linear::weight:
-      return {bytes_of({x, y, dw, dw}), flops, [=](Stream& s) {
-                planned(s);
-                grouped_linear_backward_weight(s, dw, y, x, p.offsets);
-              }};
+      return {bytes_of({x, y, dw, dw}), flops,
+              [=](Stream& s) { grouped_linear_backward_weight(s, dw, y, x, p.offsets); }};
   }
   return {};
 }

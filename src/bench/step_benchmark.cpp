@@ -1,13 +1,12 @@
 #include "src/bench/step_benchmark.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "kernels/core/device.h"
 #include "kernels/core/transfer.h"
+#include "src/bench/timing.h"
 #include "src/model/model.h"
 #include "src/model/random.h"
 #include "src/train/device_choice.h"
@@ -16,25 +15,6 @@
 
 namespace kestrel {
 namespace {
-
-double median(std::vector<double> v) {
-  std::sort(v.begin(), v.end());
-  return v[v.size() / 2];
-}
-
-// Milliseconds of each of `repeats` calls after `warmup` unmeasured ones.
-std::vector<double> time_each(const Stream& s, int64_t warmup, int64_t repeats, const std::function<void()>& fn) {
-  std::vector<double> ms;
-  for (int64_t i = 0; i < warmup + repeats; ++i) {
-    wait(s);
-    const auto start = std::chrono::steady_clock::now();
-    fn();
-    wait(s);
-    if (i >= warmup)
-      ms.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
-  }
-  return ms;
-}
 
 // Dense bf16 rate of the datasheet, for the fraction that is printed beside the rate.
 double datasheet_flops(const std::string& device, DType dtype) {
@@ -50,10 +30,7 @@ StepBenchmark benchmark_step(const RunConfig& c, const StepBenchmarkOptions& o) 
   const Device device = choose_device(c.train);
   if (device == Device::cuda) use_device(0);
   StepBenchmark r;
-  Model::PassOptions pass;
-  pass.dtype = working_dtype(c.train, device);
-  pass.recompute = c.train.recompute;
-  pass.batch_share = static_cast<double>(c.train.micro_batch_size) / static_cast<double>(c.train.global_batch_size);
+  const Model::PassOptions pass = pass_options(c.train, device);
   r.device = device == Device::cuda ? device_properties(0).name : "cpu";
   r.precision = pass.dtype == DType::bf16 ? "bf16" : "fp32";
   r.micro_batches = c.train.global_batch_size / c.train.micro_batch_size;
@@ -93,33 +70,32 @@ StepBenchmark benchmark_step(const RunConfig& c, const StepBenchmarkOptions& o) 
 
   model.begin_step(s);
   model.parameters().zero_gradients(s);
-  const auto micro = time_each(s, o.warmup, o.repeats, [&] { model.train(s, batch, losses, scale, pass); });
-  int64_t update = 0;
-  const auto update_ms = time_each(s, 1, o.updates, [&] {
+  const auto micro_batch = [&] { model.train(s, batch, losses, scale, pass); };
+  int64_t updates = 0;
+  const auto update = [&] {
     optimizer.measure(s, model);
     wait(s);
-    optimizer.step(s, ++update, 1e-4, optimizer.clip_scale(optimizer.gradient_norm()));
+    optimizer.step(s, ++updates, 1e-4, optimizer.clip_scale(optimizer.gradient_norm()));
     model.apply_balance(s);
     model.begin_step(s);
     model.parameters().zero_gradients(s);
-  });
+  };
+  for (int64_t i = 0; i < o.warmup; ++i) micro_batch();
+  const Timing micro_time = time_samples(s, o.repeats, 1, micro_batch);
+  update();
+  const Timing update_time = time_samples(s, o.updates, 1, update);
   if (o.profile) {
     Profiler profiler(device);
     s.profiler = &profiler;
-    for (int64_t i = 0; i < r.micro_batches; ++i) model.train(s, batch, losses, scale, pass);
-    optimizer.measure(s, model);
-    wait(s);
-    optimizer.step(s, ++update, 1e-4, optimizer.clip_scale(optimizer.gradient_norm()));
-    model.apply_balance(s);
+    for (int64_t i = 0; i < r.micro_batches; ++i) micro_batch();
+    update();
     profiler.collect(s);
     r.profile = profiler.rows();
     s.profiler = nullptr;
   }
-  r.micro_batch_ms = median(micro);
-  r.micro_batch_spread =
-      (*std::max_element(micro.begin(), micro.end()) - *std::min_element(micro.begin(), micro.end())) /
-      r.micro_batch_ms;
-  r.update_ms = median(update_ms);
+  r.micro_batch_ms = 1e3 * micro_time.median;
+  r.micro_batch_spread = micro_time.spread;
+  r.update_ms = 1e3 * update_time.median;
   r.arena_bytes = arena.capacity();
   r.memory_bytes = arena.capacity() + state.capacity() + Optimizer::state_bytes(model.parameters(), c.optimizer) +
                    model.parameters().elements() * (8 + (pass.dtype == DType::bf16 ? 2 : 0));

@@ -24,6 +24,15 @@ struct MicroBatch {
   Tensor tokens;   // I32 [B,T]
   Tensor targets;  // I32 [B,T], -100: no target
   Tensor segment;  // I32 [B,T] document ids, or empty; used only with model.document_mask
+
+  static MicroBatch allocate(Arena& arena, int64_t B, int64_t T) {
+    const auto ids = [&] { return arena.keep({B, T}, DType::i32, "batch"); };
+    return {ids(), ids(), ids()};
+  }
+  // Rows [first, first + count) of a batch that has segments.
+  MicroBatch rows(int64_t first, int64_t count) const {
+    return {tokens.slice(first, count), targets.slice(first, count), segment.slice(first, count)};
+  }
 };
 
 class Model {

@@ -18,4 +18,12 @@ DType working_dtype(const TrainConfig& config, Device device) {
   return device == Device::cuda && config.precision == TrainConfig::Precision::bf16 ? DType::bf16 : DType::f32;
 }
 
+Model::PassOptions pass_options(const TrainConfig& config, Device device) {
+  Model::PassOptions pass;
+  pass.dtype = working_dtype(config, device);
+  pass.recompute = config.recompute;
+  pass.batch_share = static_cast<double>(config.micro_batch_size) / static_cast<double>(config.global_batch_size);
+  return pass;
+}
+
 }  // namespace kestrel

@@ -3,6 +3,7 @@
 
 #include "kernels/core/tensor.h"
 #include "src/config/run_config.h"
+#include "src/model/model.h"
 
 namespace kestrel {
 
@@ -12,5 +13,8 @@ Device choose_device(const TrainConfig& config);
 
 // The CPU computes in fp32 whatever train.precision says; start-up lines say so.
 DType working_dtype(const TrainConfig& config, Device device);
+
+// How the passes of a run on `device` are made.
+Model::PassOptions pass_options(const TrainConfig& config, Device device);
 
 }  // namespace kestrel

@@ -99,18 +99,13 @@ void plan_memory(const RunConfig& c, Model& model, Plan& p) {
   Optimizer optimizer(model.parameters(), c.optimizer, p.device, /*planned=*/true);
   model.allocate_state(state, optimizer.clips_heads());
   p.bytes["balance statistics"] = state.peak();
-  MicroBatch batch;
-  for (Tensor* t : {&batch.tokens, &batch.targets, &batch.segment}) *t = state.keep({G, T}, DType::i32, "batch");
+  const MicroBatch batch = MicroBatch::allocate(state, G, T);
   const Tensor losses = state.keep({G * T}, DType::f32, "batch");
   p.bytes["batch"] = state.peak() - p.bytes["balance statistics"];
 
   const int64_t B = c.train.micro_batch_size;
-  const MicroBatch micro{batch.tokens.slice(0, B), batch.targets.slice(0, B), batch.segment.slice(0, B)};
-  Model::PassOptions pass;
-  pass.dtype = p.working;
-  pass.recompute = c.train.recompute;
   Stream s(planner);
-  plan_step(s, model, optimizer, micro, losses.slice(0, B * T), pass);
+  plan_step(s, model, optimizer, batch.rows(0, B), losses.slice(0, B * T), pass_options(c.train, p.device));
   for (const auto& [purpose, n] : planner.by_purpose()) {
     if (n > 0) p.bytes[purpose == "scratch" ? "scratch" : "activations: " + purpose] = n;
   }

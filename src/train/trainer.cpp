@@ -84,10 +84,7 @@ void Trainer::open_data() {
 void Trainer::build_model() {
   if (device_ == Device::cuda) use_device(0);
   queue_ = std::make_unique<DeviceQueue>(device_);
-  pass_.dtype = working_dtype(config_.train, device_);
-  pass_.recompute = config_.train.recompute;
-  pass_.batch_share =
-      static_cast<double>(config_.train.micro_batch_size) / static_cast<double>(config_.train.global_batch_size);
+  pass_ = pass_options(config_.train, device_);
   model_ = std::make_unique<Model>(config_.model);
   model_->parameters().allocate(device_, pass_.dtype, /*gradients=*/true);
   optimizer_ = std::make_unique<Optimizer>(model_->parameters(), config_.optimizer, device_);
@@ -99,9 +96,8 @@ void Trainer::build_model() {
 
   // One arena for all steps.
   const int64_t B = config_.train.micro_batch_size, n = B * config_.data.sequence_length;
-  const MicroBatch micro{batch_.tokens.slice(0, B), batch_.targets.slice(0, B), batch_.segment.slice(0, B)};
-  const int64_t bytes =
-      planned_bytes(device_, [&](Stream& s) { plan_step(s, *model_, *optimizer_, micro, losses_.slice(0, n), pass_); });
+  const int64_t bytes = planned_bytes(
+      device_, [&](Stream& s) { plan_step(s, *model_, *optimizer_, batch_.rows(0, B), losses_.slice(0, n), pass_); });
   arena_ = std::make_unique<Arena>(device_, bytes);
   stream_ = std::make_unique<Stream>(*arena_);
   stream_->queue = queue_->get();
@@ -111,7 +107,7 @@ void Trainer::build_model() {
 void Trainer::allocate_state(Arena& arena) {
   const int64_t G = config_.train.global_batch_size, T = config_.data.sequence_length;
   model_->allocate_state(arena, optimizer_->clips_heads());
-  for (Tensor* t : {&batch_.tokens, &batch_.targets, &batch_.segment}) *t = arena.keep({G, T}, DType::i32, "batch");
+  batch_ = MicroBatch::allocate(arena, G, T);
   losses_ = arena.keep({G * T}, DType::f32, "batch");
   if (arena.planning()) return;
   const int64_t layers = static_cast<int64_t>(model_->moe_layers().size());
@@ -201,16 +197,15 @@ void Trainer::profile() {
 MicroBatch Trainer::upload_batch(const Batch& b, int64_t row) {
   const int64_t G = config_.train.global_batch_size, T = b.sequence_length;
   const Tensor host = ids_memory_.tensor({3, G, T}, DType::i32);
-  const auto put = [&](int64_t which, const Tensor& all, const std::vector<int32_t>& ids) {
-    const Tensor from = host[which].slice(row, b.rows), to = all.slice(row, b.rows);
+  const auto put = [&](const Tensor& to, int64_t which, const std::vector<int32_t>& ids) {
+    const Tensor from = host[which].slice(row, b.rows);
     std::copy(ids.begin(), ids.end(), from.i32());
     upload(*stream_, to, from);
-    return to;
   };
-  MicroBatch micro;
-  micro.tokens = put(0, batch_.tokens, b.tokens);
-  micro.targets = put(1, batch_.targets, b.targets);
-  micro.segment = put(2, batch_.segment, b.segment);
+  const MicroBatch micro = batch_.rows(row, b.rows);
+  put(micro.tokens, 0, b.tokens);
+  put(micro.targets, 1, b.targets);
+  put(micro.segment, 2, b.segment);
   return micro;
 }
 

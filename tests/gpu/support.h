@@ -235,6 +235,19 @@ inline void expect_close(const char* name, const DeviceBuffer& got, const Tensor
                 << " not finite; largest wanted " << largest << "; first bad:" << sample;
 }
 
+inline Tensor device_vector(const DeviceBuffer& b) {
+  return b->view({b->numel()});
+}
+
+// The elements of an I32 host tensor in row order.
+inline std::vector<int32_t> integers(const Tensor& t) {
+  std::vector<int32_t> v;
+  for (int64_t r = 0; r < t.rows(); ++r) {
+    for (int64_t c = 0; c < t.cols(); ++c) v.push_back(t.i32()[r * t.ld + c]);
+  }
+  return v;
+}
+
 // Integers, or floats that must agree exactly.
 inline void expect_equal(const char* name, const DeviceBuffer& got, const std::vector<int32_t>& want) {
   const std::vector<float> g = got.values();

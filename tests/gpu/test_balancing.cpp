@@ -8,10 +8,6 @@
 namespace kestrel::test {
 namespace {
 
-Tensor device_vector(const DeviceBuffer& b) {
-  return b->view({b->numel()});
-}
-
 // Counts differ from the CPU's only where a score's last bit crosses the edge of a bin: into the bin beside it.
 void expect_same_counts(const DeviceBuffer& got, const Tensor& want) {
   const std::vector<float> g = got.values();

@@ -16,18 +16,6 @@ void grid_logits(const Buffer& logits, uint64_t seed) {
     logits.f()[i] = static_cast<float>(static_cast<int>(rng() % 49) - 24) / 8;
 }
 
-Tensor device_vector(const DeviceBuffer& b) {
-  return b->view({b->numel()});
-}
-
-std::vector<int32_t> integers(const Tensor& t) {
-  std::vector<int32_t> v;
-  for (int64_t r = 0; r < t.rows(); ++r) {
-    for (int64_t c = 0; c < t.cols(); ++c) v.push_back(t.i32()[r * t.ld + c]);
-  }
-  return v;
-}
-
 struct Shape {
   int64_t N, E, k, slots;
   bool threshold;
