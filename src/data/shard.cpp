@@ -1,6 +1,7 @@
 #include "src/data/shard.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "kernels/core/error.h"
@@ -38,6 +39,46 @@ Piece scan_block(const int32_t* tokens, int64_t count) {
   return p;
 }
 
+// read(first, count, out) delivers tokens of a shard of `size`.
+template <class Read>
+Shard::Scan scan_tokens(int64_t size, const Read& read) {
+  std::vector<Piece> pieces(static_cast<size_t>((size + kBlock - 1) / kBlock));
+  parallel_pieces(size, kBlock, [&](int64_t begin, int64_t end) {
+    int32_t block[kBlock];
+    read(begin, end - begin, block);
+    pieces[static_cast<size_t>(begin / kBlock)] = scan_block(block, end - begin);
+  });
+  Xxh64 hash;
+  for (const Piece& p : pieces) hash.update(&p.hash, sizeof p.hash);
+  const auto largest =
+      std::max_element(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.max < b.max; });
+  const auto id_at = [&](int64_t i) {
+    int32_t t = 0;
+    read(i, 1, &t);
+    return static_cast<uint32_t>(t);
+  };
+  int64_t position = (largest - pieces.begin()) * kBlock;
+  while (id_at(position) != largest->max) ++position;
+  return {static_cast<int64_t>(largest->max), position, hash.digest()};
+}
+
+// XXH64 over all that a Kestrel shard says: Scan::hash of its tokens, the two tensors, each after its length, and the
+// metadata (-1: not there).
+std::string checksum_of(const ShardContents& c, int64_t size, uint64_t token_hash) {
+  Xxh64 h;
+  const auto add = [&h](const auto& list) {
+    const uint64_t n = list.size();
+    h.update(&n, sizeof n);
+    h.update(list.data(), n * sizeof(list[0]));
+  };
+  add(std::array{token_hash, static_cast<uint64_t>(size)});
+  add(c.document_starts);
+  add(c.token_bytes);
+  add(std::array{c.vocab_size, c.eos_id, c.text_bytes});
+  add(c.tokenizer);
+  return hex(h.digest());
+}
+
 }  // namespace
 
 std::string_view name_of(ShardFormat format) {
@@ -62,19 +103,15 @@ void Shard::read(int64_t first, int64_t count, int32_t* out) const {
 }
 
 Shard::Scan Shard::scan() const {
-  std::vector<Piece> pieces(static_cast<size_t>((size_ + kBlock - 1) / kBlock));
-  parallel_pieces(size_, kBlock, [&](int64_t begin, int64_t end) {
-    int32_t block[kBlock];
-    read(begin, end - begin, block);
-    pieces[static_cast<size_t>(begin / kBlock)] = scan_block(block, end - begin);
-  });
-  Xxh64 hash;
-  for (const Piece& p : pieces) hash.update(&p.hash, sizeof p.hash);
-  const auto largest =
-      std::max_element(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.max < b.max; });
-  int64_t position = (largest - pieces.begin()) * kBlock;
-  while (static_cast<uint32_t>(token(position)) != largest->max) ++position;
-  return {static_cast<int64_t>(largest->max), position, hash.digest()};
+  const Scan found = scan_tokens(size_, [&](int64_t first, int64_t count, int32_t* out) { read(first, count, out); });
+  if (checksum_.empty()) return found;
+  const std::string now = checksum_of(
+      {{}, document_starts_, token_bytes_, vocab_size_, eos_id_, text_bytes_, tokenizer_}, size_, found.hash);
+  if (now != checksum_) {
+    throw DataError(text(path_, " is damaged: its checksum was ", checksum_, " when it was written and is ", now,
+                         " now. Copy it again, or build it again with `kestrel data build`."));
+  }
+  return found;
 }
 
 void write_shard(const std::string& path, const ShardContents& c) {
@@ -102,6 +139,10 @@ void write_shard(const std::string& path, const ShardContents& c) {
   if (!c.tokenizer.empty()) metadata["tokenizer"] = c.tokenizer;
   if (c.eos_id >= 0) metadata["eos_id"] = std::to_string(c.eos_id);
   if (c.text_bytes >= 0) metadata["bytes"] = std::to_string(c.text_bytes);
+  const Shard::Scan scan = scan_tokens(
+      n, [&](int64_t first, int64_t count, int32_t* out) { std::copy_n(c.tokens.begin() + first, count, out); });
+  metadata["shard_format"] = std::to_string(Shard::kFormat);
+  metadata["checksum"] = checksum_of(c, n, scan.hash);
   write_safetensors(path, tensors, metadata);
 }
 

@@ -3,13 +3,16 @@
 //  Kestrel    safetensors.  `tokens` [N] U16 or U32 (I32 is read too); optional `document_starts` [docs] I64 (position
 //             of each document's first token, rising), `token_bytes` [vocab_size] I32 (bytes of text per token id).
 //             Metadata, all strings: `vocab_size` (required), `tokenizer` (fingerprint), `eos_id`, `bytes` (UTF-8 bytes
-//             of the shard's text).
+//             of the shard's text), `shard_format` ("2") and `checksum` (over everything else here, see checksum_of in
+//             shard.cpp).  What Kestrel writes has all of them but those that are not known.  A file without the last
+//             two, from another program or of format 1, is read unverified.
 //  llm.c      .bin: 256 x I32 header [magic, version, N, 0...], then N tokens: magic 20240520 version 1 is U16, magic
 //             20240801 version 7 is U32.
 //  Megatron   a .bin of raw tokens beside its .idx ("MMIDIDX\0\0", version 1, dtype, sequences, documents): U16 or I32.
 //             Either of the two names opens the pair.
 //
-// A header that disagrees with its file, an empty shard, an unknown format or dtype throws DataError.
+// A header that disagrees with its file, an empty shard, an unknown format or dtype throws DataError.  Damage that only
+// the checksum shows is found by scan(), which every use of a shard for training or evaluation begins with.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +30,8 @@ std::string_view name_of(ShardFormat format);
 
 class Shard {
  public:
+  static constexpr int64_t kFormat = 2;
+
   explicit Shard(const std::string& path);
 
   const std::string& path() const { return path_; }
@@ -37,6 +42,7 @@ class Shard {
   int64_t eos_id() const { return eos_id_; }                   // -1: none
   int64_t text_bytes() const { return text_bytes_; }           // -1: the file does not say
   const std::string& tokenizer() const { return tokenizer_; }  // fingerprint, or ""
+  const std::string& checksum() const { return checksum_; }    // as recorded, or ""
   bool has_document_starts() const { return has_document_starts_; }
   const std::vector<int64_t>& document_starts() const { return document_starts_; }
   const std::vector<int32_t>& token_bytes() const { return token_bytes_; }  // [vocab_size] or empty
@@ -55,7 +61,7 @@ class Shard {
     uint64_t hash;         // of all tokens, whatever their width in the file
   };
   // One pass over every token, parallel; the result does not depend on the number of threads.  A negative id (I32)
-  // counts as its value + 2^32.
+  // counts as its value + 2^32.  DataError when the shard records a checksum and it is another.
   Scan scan() const;
 
  private:
@@ -64,7 +70,7 @@ class Shard {
   ShardFormat format_ = ShardFormat::kestrel;
   DType dtype_ = DType::u16;
   int64_t size_ = 0, vocab_size_ = -1, eos_id_ = -1, text_bytes_ = -1;
-  std::string tokenizer_;
+  std::string tokenizer_, checksum_;
   bool has_document_starts_ = false;
   std::vector<int64_t> document_starts_;
   std::vector<int32_t> token_bytes_;

@@ -41,6 +41,21 @@ struct ShardParser {
     return v;
   }
 
+  // Two entries that come together, so that damage to the name of one does not pass for a file without a checksum.
+  void read_checksum(const SafetensorsFile& file) const {
+    const int64_t format = metadata(file, "shard_format", 1);
+    if (format > Shard::kFormat) {
+      throw DataError(text(s.path_, " is a shard of format ", format, ", this program reads up to ", Shard::kFormat,
+                           ". Use the program that wrote it, or build it again with `kestrel data build`."));
+    }
+    const auto it = file.metadata().find("checksum");
+    if (it != file.metadata().end()) s.checksum_ = it->second;
+    if (s.checksum_.empty() == (format >= 2)) {
+      damaged(text("it has ", s.checksum_.empty() ? "no checksum" : "a checksum", ", but shard_format is ",
+                   format < 0 ? "missing" : std::to_string(format)));
+    }
+  }
+
   void read_tokens(const SafetensorsFile& file) {
     if (!file.has("tokens")) {
       throw DataError(
@@ -103,6 +118,7 @@ struct ShardParser {
       damaged(text("eos_id ", s.eos_id_, " is outside the vocabulary of ", s.vocab_size_));
     s.text_bytes_ = metadata(*file, "bytes", 0);
     if (const auto it = file->metadata().find("tokenizer"); it != file->metadata().end()) s.tokenizer_ = it->second;
+    read_checksum(*file);
     read_tokens(*file);
     read_document_starts(*file);
     read_token_bytes(*file);

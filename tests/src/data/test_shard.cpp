@@ -94,6 +94,50 @@ TEST(Shard, ScanFindsTheLargestIdWhateverTheThreads) {
   EXPECT_NE(Shard(dir / "other.safetensors").scan().hash, wide.scan().hash);
 }
 
+// A flipped bit anywhere in the file is found when the shard is used: by the header's own checks or by the checksum.
+TEST(Shard, EveryFlippedBitIsFound) {
+  const ScratchFolder dir;
+  ShardContents c;
+  c.tokens = {0, 8, 5, 1, 9, 2};
+  c.document_starts = {0, 4};
+  c.token_bytes.assign(10, 3);
+  c.vocab_size = 10;
+  c.eos_id = 1;
+  c.text_bytes = 12;
+  c.tokenizer = "abc";
+  write_shard(dir / "s.safetensors", c);
+  EXPECT_EQ(Shard(dir / "s.safetensors").scan().max_id, 9);
+  const std::string good = ScratchFolder::read(dir / "s.safetensors");
+  const size_t padding = good.find_last_of('}') + 1, data = good.size() - (2 * 8 + 10 * 4 + 6 * 2);
+  ASSERT_EQ(data % 64, 0u);
+  for (size_t i = 0; i < good.size(); ++i) {
+    if (i >= padding && i < data) continue;  // blanks that say nothing
+    std::string bad = good;
+    bad[i] ^= 4;
+    EXPECT_THROW(Shard(dir.write("bad.safetensors", bad)).scan(), DataError) << "byte " << i;
+  }
+}
+
+TEST(Shard, ChecksumIsOptionalUntilFormatTwo) {
+  const ScratchFolder dir;
+  std::vector<int32_t> tokens = {7, 8, 9};
+  const auto path = dir / "s.safetensors";
+  const auto write = [&](std::map<std::string, std::string> metadata) {
+    metadata["vocab_size"] = "10";
+    write_safetensors(path, {{"tokens", Tensor::of(tokens.data(), {3})}}, metadata);
+  };
+  write({});
+  EXPECT_EQ(Shard(path).scan().max_id, 9);
+  write({{"shard_format", "2"}});
+  EXPECT_CONTAINS(open_error(path), "no checksum");
+  write({{"shard_format", "3"}, {"checksum", "0123456789abcdef"}});
+  EXPECT_CONTAINS(open_error(path), "format 3");
+  write({{"checksum", "0123456789abcdef"}});
+  EXPECT_CONTAINS(open_error(path), "shard_format is missing");
+  write({{"shard_format", "2"}, {"checksum", "0123456789abcdef"}});
+  EXPECT_CONTAINS(message_of<DataError>([&] { Shard(path).scan(); }), "0123456789abcdef");
+}
+
 TEST(Shard, ANegativeIdIsTooLarge) {
   const ScratchFolder dir;
   std::vector<int32_t> tokens = {7, -1, 9};
