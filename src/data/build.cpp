@@ -21,6 +21,10 @@ void check(const BuildOptions& o) {
   }
   if (o.shard_tokens < 1024) throw ConfigError(text("shard size ", o.shard_tokens, " tokens is below 1024"));
   if (o.out.empty()) throw ConfigError("no output folder given");
+  if (fs::path(o.validation_text).extension() == ".safetensors") {
+    throw ConfigError(text("the held-out text would be written to ", o.validation_text,
+                           ", which is named like a token shard. Give the text another extension, such as .txt."));
+  }
 }
 
 bool held_out(int64_t document, const BuildOptions& o) {
@@ -145,7 +149,11 @@ class Builder {
     return validation_;
   }
   void check_split() const {
-    if (documents() == 0) throw DataError("the input has no text: every document is empty");
+    if (documents() == 0) {
+      throw DataError(
+          "the input has no text: every document is empty. Check that the inputs are the files you mean and, for JSON "
+          "lines, that --key names the text.");
+    }
     const bool none_held_out = options_.validation_fraction > 0 && validation_.documents() == 0;
     if (none_held_out || train_.documents() == 0) {
       throw DataError(text("of ", documents(), " documents ", validation_.documents(), " were held out (fraction ",
@@ -182,7 +190,9 @@ BuildReport build_dataset(const Tokenizer& tokenizer, const std::vector<std::str
     builder.add(documents);
     if (progress) progress({reader.bytes_done(), reader.total_bytes(), builder.documents(), builder.tokens()});
   }
-  return builder.finish();
+  BuildReport report = builder.finish();
+  report.empty_documents = reader.empty_documents();
+  return report;
 }
 
 }  // namespace kestrel

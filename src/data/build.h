@@ -34,6 +34,7 @@ struct SplitReport {
 
 struct BuildReport {
   SplitReport train, validation;
+  int64_t empty_documents = 0;  // without text, left out
 };
 
 struct BuildProgress {

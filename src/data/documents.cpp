@@ -6,18 +6,23 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <nlohmann/json.hpp>
+#include <fstream>
+#include <new>
 
 #include "kernels/core/error.h"
+#include "src/checkpoint/json_strict.h"
 #include "src/data/files.h"
 
 namespace kestrel {
 namespace {
 
+bool is_gzip_name(const std::filesystem::path& p) {
+  return p.extension() == ".gz" || p.extension() == ".dz";
+}
+
 bool is_json_lines(const std::string& path) {
-  namespace fs = std::filesystem;
-  fs::path p = fs::path(path).filename();
-  if (p.extension() == ".gz" || p.extension() == ".dz") p = p.stem();
+  std::filesystem::path p = std::filesystem::path(path).filename();
+  if (is_gzip_name(p)) p = p.stem();
   const std::string e = p.extension().string();
   if (e == ".jsonl" || e == ".ndjson") return true;
   if (e.empty() || e == ".txt" || e == ".text" || e == ".md") return false;
@@ -29,19 +34,96 @@ bool is_blank(const std::string& line) {
   return line.find_first_not_of(" \t\r\n\v\f") == std::string::npos;
 }
 
+// Bytes of a plain or gzipped file, told by its first two.  zlib's gzread is not used: it passes anything as plain text
+// and drops what follows the gzip stream.
+class Bytes {
+ public:
+  explicit Bytes(const std::string& path) : path_(path), file_(path, std::ios::binary), stored_(kChunk, '\0') {
+    if (!file_) {
+      throw DataError(
+          text("cannot open ", path, ": ", std::strerror(errno), ". Check its name and that it may be read."));
+    }
+    gzipped_ = fill() && stream_.avail_in >= 2 && stored_.starts_with("\x1f\x8b");
+    if (!gzipped_ && is_gzip_name(path)) {
+      throw DataError(text(path,
+                           " is named like a gzip file, but does not begin as one. Compress it again with gzip, "
+                           "or rename it if it is plain text."));
+    }
+    if (gzipped_ && inflateInit2(&stream_, 16 + MAX_WBITS) != Z_OK) throw std::bad_alloc();
+  }
+  ~Bytes() { inflateEnd(&stream_); }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+
+  // Up to `capacity` bytes; 0 at the end of the file.
+  size_t read(char* out, size_t capacity) { return gzipped_ ? inflate_into(out, capacity) : copy_into(out, capacity); }
+  int64_t stored_bytes_done() const { return stored_end_ - stream_.avail_in; }
+
+ private:
+  static constexpr size_t kChunk = size_t{1} << 18;
+
+  bool fill() {
+    errno = 0;
+    file_.read(stored_.data(), static_cast<std::streamsize>(kChunk));
+    if (file_.bad()) {
+      throw DataError(text("cannot read ", path_, ": ", std::strerror(errno ? errno : EIO), ". Check the disk."));
+    }
+    stream_.next_in = reinterpret_cast<Bytef*>(stored_.data());
+    stream_.avail_in = static_cast<uInt>(file_.gcount());
+    stored_end_ += file_.gcount();
+    return stream_.avail_in > 0;
+  }
+  size_t copy_into(char* out, size_t capacity) {
+    if (stream_.avail_in == 0 && !fill()) return 0;
+    const size_t n = std::min<size_t>(stream_.avail_in, capacity);
+    std::memcpy(out, stream_.next_in, n);
+    stream_.next_in += n;
+    stream_.avail_in -= static_cast<uInt>(n);
+    return n;
+  }
+  // A gzip file is one stream after another.
+  size_t inflate_into(char* out, size_t capacity) {
+    stream_.next_out = reinterpret_cast<Bytef*>(out);
+    stream_.avail_out = static_cast<uInt>(capacity);
+    while (stream_.avail_out > 0) {
+      if (stream_.avail_in == 0 && !fill()) {
+        if (inside_) damaged("it ends inside its gzip stream: it is truncated");
+        break;
+      }
+      inside_ = true;
+      const int code = inflate(&stream_, Z_NO_FLUSH);
+      if (code == Z_STREAM_END) {
+        inflateReset(&stream_);
+        inside_ = false;
+        ++streams_;
+      } else if (code != Z_OK) {
+        if (streams_ > 0 && stream_.total_out == 0) damaged("something that is not gzip follows its gzip stream");
+        damaged(text("its gzip stream is damaged (", stream_.msg ? stream_.msg : zError(code), ")"));
+      }
+    }
+    return capacity - stream_.avail_out;
+  }
+  [[noreturn]] void damaged(const std::string& what) const {
+    throw DataError(text("cannot read ", path_, ": ", what, ", at or before byte ", stored_bytes_done(),
+                         ". Compress or download it again."));
+  }
+
+  std::string path_;
+  std::ifstream file_;
+  std::string stored_;      // a chunk of the file
+  int64_t stored_end_ = 0;  // of the chunk, in the file
+  z_stream stream_{};
+  bool gzipped_ = false, inside_ = false;  // inside a gzip stream
+  int64_t streams_ = 0;                    // read to their end
+};
+
 }  // namespace
 
-// Lines of a plain or gzipped file, each with its line break.
+// Lines of such a file, each with its line break.
 class DocumentReader::Lines {
  public:
-  explicit Lines(const std::string& path) : path_(path), json_(is_json_lines(path)), buffer_(size_t{1} << 18, '\0') {
-    file_ = gzopen(path.c_str(), "rb");
-    if (!file_) throw DataError(text("cannot open ", path, ": ", std::strerror(errno)));
-    gzbuffer(file_, 1 << 18);
-  }
-  ~Lines() { gzclose(file_); }
-  Lines(const Lines&) = delete;
-  Lines& operator=(const Lines&) = delete;
+  explicit Lines(const std::string& path)
+      : path_(path), json_(is_json_lines(path)), bytes_(path), buffer_(size_t{1} << 18, '\0') {}
 
   // Appends the next line; false at the end of the file.
   bool append(std::string& line) {
@@ -62,25 +144,18 @@ class DocumentReader::Lines {
   const std::string& path() const { return path_; }
   bool json() const { return json_; }
   int64_t number() const { return number_; }  // of the last line, from 1
-  int64_t stored_bytes_done() const { return std::max<int64_t>(0, gzoffset(file_)); }
+  int64_t stored_bytes_done() const { return bytes_.stored_bytes_done(); }
 
  private:
   bool refill() {
     begin_ = 0;
-    const int n = gzread(file_, buffer_.data(), static_cast<unsigned>(buffer_.size()));
-    int code = Z_OK;
-    const char* why = gzerror(file_, &code);
-    if (n < 0 || (n == 0 && code == Z_BUF_ERROR)) {
-      throw DataError(text("cannot read ", path_, ": ", code == Z_ERRNO ? std::strerror(errno) : why,
-                           ". If it is gzipped, it is truncated or damaged."));
-    }
-    end_ = static_cast<size_t>(n);
-    return n > 0;
+    end_ = bytes_.read(buffer_.data(), buffer_.size());
+    return end_ > 0;
   }
 
   std::string path_;
   bool json_;
-  gzFile file_ = nullptr;
+  Bytes bytes_;
   std::string buffer_;
   size_t begin_ = 0, end_ = 0;
   int64_t number_ = 0;
@@ -117,25 +192,26 @@ bool DocumentReader::open_next() {
   lines_.reset();
   if (opened_ == files_.size()) return false;
   lines_ = std::make_unique<Lines>(files_[opened_++]);
+  file_read_ = false;
   return true;
 }
 
 std::string DocumentReader::text_of_line(const std::string& line) const {
-  const auto refuse = [&](const std::string& why) {
-    return DataError(text(lines_->path(), " line ", lines_->number(), ": ", why,
-                          ". Each line must be an object such as {\"", options_.json_key,
-                          "\": \"...\"}; the key is chosen with --key."));
-  };
+  const std::string where = text(lines_->path(), " line ", lines_->number());
+  const std::string way_out = text(" Each line must be an object such as {\"", options_.json_key,
+                                   "\": \"...\"}, with each key once; the key is chosen with --key.");
+  const auto refuse = [&](const std::string& why) { return DataError(text(where, ": ", why, ".", way_out)); };
+  nlohmann::json object;
   try {
-    const auto object = nlohmann::json::parse(line);
-    if (!object.is_object()) throw refuse("it is not a JSON object");
-    const auto it = object.find(options_.json_key);
-    if (it == object.end()) throw refuse(text("it has no key \"", options_.json_key, "\""));
-    if (!it->is_string()) throw refuse(text("the value at \"", options_.json_key, "\" is not a string"));
-    return it->get<std::string>();
-  } catch (const nlohmann::json::exception& e) {
-    throw refuse(e.what());
+    object = parse_json_strict(line, where);
+  } catch (const DataError& e) {
+    throw DataError(e.what() + way_out);
   }
+  if (!object.is_object()) throw refuse("it is not a JSON object");
+  const auto it = object.find(options_.json_key);
+  if (it == object.end()) throw refuse(text("it has no key \"", options_.json_key, "\""));
+  if (!it->is_string()) throw refuse(text("the value at \"", options_.json_key, "\" is not a string"));
+  return it->get<std::string>();
 }
 
 bool DocumentReader::next_block(std::string& document) {
@@ -155,9 +231,14 @@ bool DocumentReader::next_in_file(std::string& document) {
   document.clear();
   if (lines_->json()) {
     std::string line;
-    if (!lines_->append(line)) return false;
-    if (!is_blank(line)) document = text_of_line(line);
-    return true;
+    while (lines_->append(line)) {
+      if (!is_blank(line)) {
+        document = text_of_line(line);
+        return true;
+      }
+      line.clear();
+    }
+    return false;
   }
   switch (options_.split) {
     case DocumentSplit::line:
@@ -165,9 +246,10 @@ bool DocumentReader::next_in_file(std::string& document) {
     case DocumentSplit::blank_line:
       return next_block(document);
     case DocumentSplit::file:
+      if (std::exchange(file_read_, true)) return false;
       while (lines_->append(document)) {
       }
-      return !document.empty();
+      return true;
   }
   return false;
 }
@@ -177,6 +259,7 @@ bool DocumentReader::next(std::string& document) {
     if (lines_) {
       while (next_in_file(document)) {
         if (!is_blank(document)) return true;
+        ++empty_documents_;
       }
     }
     if (!open_next()) return false;

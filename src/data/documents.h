@@ -1,10 +1,11 @@
-// Documents out of text files: plain text or JSON lines, either of them gzipped (told by content, not by name).
+// Documents out of text files: plain text or JSON lines, either of them gzipped (told by content; a .gz must be).
 //
 //   .jsonl, .ndjson   one JSON object a line; the document is the string at `json_key`
 //   .txt, .text, .md, or no extension (before a .gz or .dz)   plain text, cut by `split`; bytes are kept as they are
 //
-// Documents without text are skipped.  A file that cannot be read, a truncated gzip stream, a line that is not such an
-// object, or another extension throws DataError with the file and line.
+// Documents without text are skipped and counted.  A file that cannot be read, a .gz that is none, a gzip stream that
+// is truncated or followed by something else, a line that is not such an object or has a key twice, or another
+// extension throws DataError with the file and line.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,9 @@ class DocumentReader {
   bool next_batch(std::vector<std::string>& documents, int64_t bytes);
 
   int64_t files() const { return static_cast<int64_t>(files_.size()); }
-  int64_t total_bytes() const { return total_bytes_; }  // of all files, as stored
-  int64_t bytes_done() const;                           // of them, read so far
+  int64_t empty_documents() const { return empty_documents_; }  // skipped so far
+  int64_t total_bytes() const { return total_bytes_; }          // of all files, as stored
+  int64_t bytes_done() const;                                   // of them, read so far
 
  private:
   class Lines;
@@ -53,7 +55,9 @@ class DocumentReader {
 
   std::vector<std::string> files_;
   InputOptions options_;
-  size_t opened_ = 0;  // files opened so far
+  size_t opened_ = 0;       // files opened so far
+  bool file_read_ = false;  // DocumentSplit::file: the open one has been handed out
+  int64_t empty_documents_ = 0;
   int64_t total_bytes_ = 0, finished_bytes_ = 0;
   std::unique_ptr<Lines> lines_;
 };

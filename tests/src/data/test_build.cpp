@@ -29,12 +29,13 @@ std::string gzipped(const std::string& path, const std::string& content) {
   return path;
 }
 
-Strings documents_of(const Strings& files, InputOptions options = {}) {
+Strings documents_of(const Strings& files, InputOptions options = {}, int64_t* empty = nullptr) {
   DocumentReader reader(files, options);
   Strings found;
   std::string d;
   while (reader.next(d)) found.push_back(d);
   EXPECT_EQ(reader.bytes_done(), reader.total_bytes());
+  if (empty) *empty = reader.empty_documents();
   return found;
 }
 
@@ -52,6 +53,21 @@ TEST(Documents, EmptyFilesHaveNone) {
   for (auto split : {DocumentSplit::file, DocumentSplit::blank_line, DocumentSplit::line}) {
     EXPECT_EQ(documents_of({empty, blank, text}, {.split = split}), (Strings{"x"}));
   }
+}
+
+TEST(Documents, EmptyOnesAreCounted) {
+  const ScratchFolder dir;
+  const auto empty_of = [](const Strings& files, DocumentSplit split) {
+    int64_t n = -1;
+    documents_of(files, {.split = split}, &n);
+    return n;
+  };
+  const auto none = dir.write("a.txt", ""), blank = dir.write("b.txt", "\n\n  \n"), text = dir.write("c.txt", "x\n\ny");
+  EXPECT_EQ(empty_of({none, blank, text}, DocumentSplit::file), 2);
+  EXPECT_EQ(empty_of({none, blank, text}, DocumentSplit::line), 4);
+  EXPECT_EQ(empty_of({none, blank, text}, DocumentSplit::blank_line), 0);  // white space belongs to no document
+  const auto json = dir.write("d.jsonl", "{\"text\": \"\"}\n\n{\"text\": \" \\n\"}\n{\"text\": \"x\"}\n");
+  EXPECT_EQ(empty_of({json}, DocumentSplit::file), 2);  // the blank line is none
 }
 
 TEST(Documents, LinesLongerThanTheBufferAreWhole) {
@@ -86,7 +102,25 @@ TEST(Documents, BadInputIsNamed) {
   const std::string whole = ScratchFolder::read(gzipped(dir / "g.txt.gz", excerpt()));
   EXPECT_CONTAINS(error(dir.write("h.txt.gz", whole.substr(0, whole.size() / 2))), "truncated");
   EXPECT_CONTAINS(message_of<DataError>([] { documents_of({}); }), "no input");
+  const std::string twice = error(dir.write("i.jsonl", "{\"text\": \"x\"}\n{\"text\": \"y\", \"text\": \"z\"}"));
+  EXPECT_CONTAINS(twice, "i.jsonl line 2");
+  EXPECT_CONTAINS(twice, "\"text\" twice");
   EXPECT_FALSE(document_split_from("page").has_value());
+}
+
+TEST(Documents, AGzipFileIsOneToItsEnd) {
+  const ScratchFolder dir;
+  const auto error = [](const std::string& file) { return message_of<DataError>([&] { documents_of({file}); }); };
+  const std::string whole = ScratchFolder::read(gzipped(dir / "whole.txt.gz", excerpt()));
+  EXPECT_EQ(documents_of({dir.write("two.txt.gz", whole + whole)}), Strings{excerpt() + excerpt()});
+  EXPECT_EQ(documents_of({dir.write("by_content.txt", whole)}), Strings{excerpt()});
+  EXPECT_CONTAINS(error(dir.write("plain.txt.gz", "plain text")), "plain.txt.gz is named like a gzip file");
+  EXPECT_CONTAINS(error(dir.write("empty.txt.gz", "")), "empty.txt.gz is named like a gzip file");
+  EXPECT_CONTAINS(error(dir.write("more.txt.gz", whole + "more")), "not gzip follows");
+  EXPECT_CONTAINS(error(dir.write("one.txt.gz", whole + "\x1f")), "truncated");
+  std::string flipped = whole;
+  flipped[flipped.size() - 6] ^= 1;  // of the stream's own checksum
+  EXPECT_CONTAINS(error(dir.write("flipped.txt.gz", flipped)), "incorrect data check");
 }
 
 const Tokenizer& tokenizer() {
@@ -248,6 +282,7 @@ TEST(Build, BadOptionsAreNamed) {
   EXPECT_CONTAINS(config([](BuildOptions& o) { o.validation_fraction = 1; }), "fraction 1");
   EXPECT_CONTAINS(config([](BuildOptions& o) { o.validation_fraction = std::nan(""); }), "nan");
   EXPECT_CONTAINS(config([](BuildOptions& o) { o.shard_tokens = 3; }), "below 1024");
+  EXPECT_CONTAINS(config([&](BuildOptions& o) { o.validation_text = o.out + "/train-00000.safetensors"; }), ".txt");
   EXPECT_CONTAINS(data([](BuildOptions& o) { o.eos = "</s>"; }), "<|endoftext|>");
   EXPECT_CONTAINS(data([](BuildOptions& o) { o.validation_fraction = 0.5; }), "one side is empty");
   EXPECT_CONTAINS(data([&](BuildOptions& o) { o.out = input; }), "cannot make the folder");
