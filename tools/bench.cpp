@@ -54,9 +54,7 @@ void add_op_command(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   c.add_option("--dtype", o->dtype, "fp32 or bf16 activations; default: bf16 on a GPU, fp32 on the CPU")
       ->check(CLI::IsMember({"fp32", "bf16"}));
-  c.add_option("--samples", o->samples, "Timings to take the median of")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  add_integer(c, "--samples", o->samples, "Timings to take the median of", 1, kMaxSize);
   c.add_flag("--json", o->json, "Print JSON");
   c.callback([o, &exit_code] { exit_code = time_ops(*o); });
 }
@@ -77,13 +75,9 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   CLI::App& c = add_command(bench, "step", "Time the step of a run file on random tokens (no data is read)",
                             "kestrel bench step configs/quickstart.json train.micro_batch_size=8");
   add_run_file(c, o->run);
-  c.add_option("--repeats", o->benchmark.repeats, "Micro-batches to time")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  c.add_option("--updates", o->benchmark.updates, "Updates to time")->check(CLI::PositiveNumber)->capture_default_str();
-  c.add_option("--warmup", o->benchmark.warmup, "Micro-batches before the first timed one")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+  add_integer(c, "--repeats", o->benchmark.repeats, "Micro-batches to time", 1, kMaxSize);
+  add_integer(c, "--updates", o->benchmark.updates, "Updates to time", 1, kMaxSize);
+  add_integer(c, "--warmup", o->benchmark.warmup, "Micro-batches before the first timed one", 0, kMaxSize);
   c.add_flag("--profile", o->benchmark.profile, "Also show where one step goes, by operation");
   c.add_flag("--json", o->json, "Print JSON");
   c.callback([o, &exit_code] {

@@ -12,7 +12,7 @@
 //       auto options = std::make_shared<Options>();
 //       CLI::App& command = add_command(app, "eval", "Loss of a model on a data set", "kestrel eval configs/a.json");
 //       add_run_file(command, options->run);
-//       command.add_option("--batches", options->batches, "Batches to evaluate")->capture_default_str();
+//       add_integer(command, "--batches", options->batches, "Batches to evaluate", 1, kMaxSize);
 //       command.callback([options, &exit_code] { exit_code = run_eval(*options); });
 //     }
 //
@@ -21,11 +21,16 @@
 // to check; main() turns its errors into exit code 2.
 #pragma once
 
+#include <charconv>
+#include <cstdint>
+#include <limits>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <CLI/CLI.hpp>
 
+#include "kernels/core/error.h"
 #include "src/config/run_config.h"
 
 namespace kestrel::tools {
@@ -52,6 +57,27 @@ struct RunFile {
 inline void add_run_file(CLI::App& command, RunFile& run, bool required = true) {
   command.add_option("RUN.json", run.path, "Run file (configs/ has some to copy)")->required(required);
   command.add_option("overrides", run.overrides, "Fields to change: train.steps=200 model.residual=standard");
+}
+
+// Of anything that becomes the size of a tensor: any product of two fits int64.
+inline constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
+
+// A whole number of [least, most], in decimal digits.  CLI11's own conversion wraps, saturates and reads 010 as 8.
+template <class T>
+CLI::Option* add_integer(CLI::App& command, const std::string& name, T& value, const std::string& description,
+                         std::type_identity_t<T> least, std::type_identity_t<T> most) {
+  const auto parse = [&value, name, least, most](const std::string& s) {
+    T v{};
+    const char* end = s.data() + s.size();
+    const auto [stop, error] = std::from_chars(s.data(), end, v);
+    if (error != std::errc() || stop != end || v < least || v > most) {
+      throw ConfigError(text(name, " is \"", s, "\"; it must be a whole number from ", least, " to ", most, "."));
+    }
+    value = v;
+  };
+  return command.add_option_function<std::string>(name, parse, description)
+      ->type_name("INT")
+      ->default_str(std::to_string(value));
 }
 
 void add_train_command(CLI::App& app, int& exit_code);

@@ -26,14 +26,23 @@ struct Options {
   bool json = false;
 };
 
+// The path of a model may be any bytes; what is not UTF-8 in it becomes U+FFFD.
+void print_json(const nlohmann::ordered_json& j) {
+  std::printf("%s\n", j.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace).c_str());
+}
+
+int64_t row_length(const Options& o, const InferenceModel& m) {
+  if (o.sequence_length > 0) return o.sequence_length;
+  if (m.run) return m.run->data.sequence_length;
+  throw ConfigError(text(m.source, " does not say how long its rows are. Give --sequence-length."));
+}
+
 int evaluate_text(const Options& o, InferenceModel& m) {
   std::vector<std::string> files = o.data;
   if (files.empty() && m.run) files = m.run->data.validation;
   if (files.empty()) throw ConfigError(text(m.source, " names no validation shards. Give some with --data."));
-  int64_t T = o.sequence_length;
-  if (T == 0 && m.run) T = m.run->data.sequence_length;
-  if (T == 0) throw ConfigError("the row length is not known: give --sequence-length.");
-  const TokenDataset data(files, T, m.config.vocab_size, m.tokenizer ? m.tokenizer->fingerprint() : "");
+  const int64_t T = row_length(o, m);
+  const TokenDataset data(files, T, m.config.vocab_size, m.tokenizer ? m.tokenizer->fingerprint() : m.trained_with);
 
   const int64_t B = std::min(o.batch, data.rows());
   std::vector<float> losses(static_cast<size_t>(B * T));
@@ -65,7 +74,7 @@ int evaluate_text(const Options& o, InferenceModel& m) {
   nlohmann::ordered_json j{{"model", m.source}, {"targets", targets}, {"loss", loss}, {"perplexity", std::exp(loss)}};
   if (bytes > 0) j["bits_per_byte"] = sum / (std::numbers::ln2 * bytes);
   if (o.json) {
-    std::printf("%s\n", j.dump(2).c_str());
+    print_json(j);
   } else {
     std::printf("loss %.5f nats, perplexity %.3f", loss, std::exp(loss));
     if (bytes > 0) std::printf(", %.4f bits per byte", sum / (std::numbers::ln2 * bytes));
@@ -76,6 +85,7 @@ int evaluate_text(const Options& o, InferenceModel& m) {
 
 int evaluate_choices(const Options& o, InferenceModel& m) {
   const std::vector<ChoiceQuestion> questions = read_choices(o.choices);
+  check_lengths(questions, m.need_tokenizer(), row_length(o, m));
   int64_t right = 0, right_by_byte = 0;
   Progress progress("eval", static_cast<int64_t>(questions.size()));
   for (size_t i = 0; i < questions.size(); ++i) {
@@ -87,12 +97,10 @@ int evaluate_choices(const Options& o, InferenceModel& m) {
   progress.finish();
   const double n = static_cast<double>(questions.size());
   if (o.json) {
-    std::printf("%s\n", nlohmann::ordered_json{{"model", m.source},
-                                               {"questions", questions.size()},
-                                               {"accuracy", static_cast<double>(right) / n},
-                                               {"accuracy_per_byte", static_cast<double>(right_by_byte) / n}}
-                            .dump(2)
-                            .c_str());
+    print_json({{"model", m.source},
+                {"questions", questions.size()},
+                {"accuracy", static_cast<double>(right) / n},
+                {"accuracy_per_byte", static_cast<double>(right_by_byte) / n}});
   } else {
     std::printf("accuracy %.4f, per byte %.4f over %zu questions (%s)\n", static_cast<double>(right) / n,
                 static_cast<double>(right_by_byte) / n, questions.size(), m.source.c_str());
@@ -114,9 +122,10 @@ void add_eval_command(CLI::App& app, int& exit_code) {
   c.add_option("--choices", o->choices, R"(JSONL of {"context": ..., "choices": [...], "answer": index})")
       ->excludes(data);
   c.add_option("--tokenizer", o->tokenizer, "tokenizer.json (default: the one the run was trained with)");
-  c.add_option("--sequence-length", o->sequence_length, "Tokens of a row (default: the run's)")
-      ->check(CLI::PositiveNumber);
-  c.add_option("--batch", o->batch, "Rows at once")->check(CLI::PositiveNumber)->capture_default_str();
+  add_integer(c, "--sequence-length", o->sequence_length,
+              "Tokens of a row, or at most of a question with one choice (default: the run's)", 1, kMaxSize)
+      ->default_str("");
+  add_integer(c, "--batch", o->batch, "Rows at once", 1, kMaxSize);
   c.add_flag("--json", o->json, "Print JSON");
   c.callback([o, &exit_code] {
     InferenceModel m = load_model(o->model, o->tokenizer);

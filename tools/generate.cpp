@@ -74,13 +74,11 @@ void add_generate_command(CLI::App& app, int& exit_code) {
   CLI::Option* prompt = c.add_option("--prompt", o->prompt, "Text to continue (empty: start a document)");
   c.add_flag("--stdin", o->from_stdin, "Read the prompt from standard input")->excludes(prompt);
   c.add_option("--tokenizer", o->tokenizer, "tokenizer.json (default: the one the run was trained with)");
-  c.add_option("--max-tokens", o->max_tokens, "Tokens to generate at most")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  add_integer(c, "--max-tokens", o->max_tokens, "Tokens to generate at most", 1, kMaxSize);
   c.add_option("--temperature", o->sampling.temperature, "0 is greedy")->capture_default_str();
-  c.add_option("--top-k", o->sampling.top_k, "Keep the k likeliest tokens (0: all)")->capture_default_str();
+  add_integer(c, "--top-k", o->sampling.top_k, "Keep the k likeliest tokens (0: all)", 0, kMaxSize);
   c.add_option("--top-p", o->sampling.top_p, "Keep the likeliest tokens up to this probability")->capture_default_str();
-  c.add_option("--seed", o->sampling.seed, "Seed of the draws")->capture_default_str();
+  add_integer(c, "--seed", o->sampling.seed, "Seed of the draws", 0, UINT64_MAX);
   c.add_flag("--ignore-eos", o->ignore_eos, "Go on after the end-of-text token");
   c.callback([o, &exit_code] { exit_code = run(*o); });
 }

@@ -75,10 +75,11 @@ std::string model_section(const std::string& path) {
 
 int import_model(const Options& o) {
   const std::string config_path = o.from + "/config.json";
+  const WeightSource weights_in(o.from);
   const ModelConfig config = parse_model_config(model_section(config_path), config_path);
   Model model(config);
   model.parameters().allocate(Device::cpu, DType::f32, false);
-  load_weights(model.parameters(), WeightSource(o.from));
+  load_weights(model.parameters(), weights_in);
   std::map<std::string, std::string> files;
   if (std::filesystem::exists(o.from + "/tokenizer.json"))
     files["tokenizer.json"] = read_file(o.from + "/tokenizer.json");

@@ -4,6 +4,7 @@
 
 #include "kernels/core/device.h"
 #include "src/checkpoint/files.h"
+#include "src/data/files.h"
 #include "src/model/evaluation.h"
 #include "src/model/weights.h"
 #include "tools/command.h"
@@ -28,9 +29,13 @@ int run(const Options& o) {
     throw ConfigError("--precision bf16: the CPU back end computes in fp32. Use --device cuda, or --precision fp32.");
   }
   const std::string config_path = o.model + "/config.json";
+  const WeightSource weights(o.model);
+  std::vector<std::string> inputs = weights.files();
+  inputs.insert(inputs.end(), {config_path, o.tokens});
+  refuse_to_overwrite(o.out, inputs);
   Evaluation evaluation(parse_model_config(read_file(config_path), config_path), where);
   ParameterStore& store = evaluation.model().parameters();
-  load_weights(store, WeightSource(o.model));
+  load_weights(store, weights);
   const Evaluation::Result r = evaluation.run(SafetensorsFile(o.tokens), o.gradients);
 
   double loss = r.loss;

@@ -10,6 +10,7 @@
 #include "src/checkpoint/files.h"
 #include "src/data/bpe_train.h"
 #include "src/data/documents.h"
+#include "src/data/files.h"
 #include "tools/command.h"
 
 namespace kestrel::tools {
@@ -27,6 +28,7 @@ struct TrainOptions {
 };
 
 int run_train(TrainOptions o) {
+  refuse_to_overwrite(o.out, expand_globs(o.inputs));
   if (std::filesystem::exists(o.out) && !o.force) {
     throw DataError(text(o.out, " exists. Choose another name, or replace it with --force."));
   }
@@ -60,14 +62,14 @@ void add_train(CLI::App& parent, int& exit_code) {
   CLI::App& c = add_command(parent, "train", "Learn a byte-level BPE vocabulary from text",
                             "kestrel tokenizer train --vocab-size 8192 --out tokenizer.json kjv.txt");
   c.add_option("inputs", o->inputs, "Text: .txt, .md, .jsonl, or their .gz; patterns such as 'data/*.txt'")->required();
-  c.add_option("--vocab-size", o->bpe.vocab_size, "Tokens, special ones included")->capture_default_str();
+  add_integer(c, "--vocab-size", o->bpe.vocab_size, "Tokens, special ones included", 257, kMaxVocabSize);
   c.add_option("--out", o->out, "File to write (Hugging Face's tokenizer.json)")->required();
   c.add_option("--pattern", o->pattern, "How text is cut into pieces")
       ->check(CLI::IsMember({"cl100k", "gpt2"}))
       ->capture_default_str();
   c.add_option("--special", o->specials, "A special token besides <|endoftext|> (may be repeated)")
       ->allow_extra_args(false);
-  c.add_option("--min-count", o->bpe.min_count, "A pair merges only if it occurs so often")->capture_default_str();
+  add_integer(c, "--min-count", o->bpe.min_count, "A pair merges only if it occurs so often", 1, INT64_MAX);
   c.add_option("--split-documents", o->split, "What a document of plain text is")
       ->check(CLI::IsMember({"file", "blank-line", "line"}))
       ->capture_default_str();
@@ -92,7 +94,12 @@ void write_output(const std::string& path, const std::string& content) {
   if (std::fflush(stdout) != 0 || !written) throw DataError("cannot write to standard output");
 }
 
+void refuse_to_overwrite(const CodeOptions& o) {
+  if (o.output != "-") kestrel::refuse_to_overwrite(o.output, {o.input, o.tokenizer});
+}
+
 int run_encode(const CodeOptions& o) {
+  refuse_to_overwrite(o);
   const Tokenizer t = Tokenizer::load(o.tokenizer);
   std::string out;
   for (int32_t id : t.encode(read_input(o.input), o.allow_special ? Specials::allow : Specials::as_text)) {
@@ -122,6 +129,7 @@ std::vector<int32_t> parse_ids(const std::string& s) {
 }
 
 int run_decode(const CodeOptions& o) {
+  refuse_to_overwrite(o);
   const Tokenizer t = Tokenizer::load(o.tokenizer);
   write_output(o.output, t.decode(parse_ids(read_input(o.input))));
   return static_cast<int>(ExitCode::done);

@@ -93,7 +93,10 @@ void write_file(const std::string& path, const std::string& content) {
 
 std::string read_file(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) throw DataError(text("cannot open ", path, ": ", std::strerror(errno)));
+  if (fd < 0) {
+    throw DataError(
+        text("cannot open ", path, ": ", std::strerror(errno), ". Check its name and that it may be read."));
+  }
   std::string content;
   char chunk[1 << 16];
   for (;;) {

@@ -35,9 +35,11 @@ WeightSource::WeightSource(const std::string& dir) : path_(dir) {
   } else if (fs::exists(root / kSingle, ec)) {
     open_single((root / kSingle).string());
   } else {
-    throw DataError(text("no weights in ", dir, ": it has neither ", kSingle, " nor ", kIndex,
-                         fs::exists(root, ec) ? "." : " (it does not exist).",
-                         " Give the directory of a model in Hugging Face's layout."));
+    throw DataError(
+        text("no weights in ", dir, ": it has neither ", kSingle, " nor ", kIndex,
+             fs::exists(root, ec) ? "." : " (it does not exist).",
+             " Give the directory of a model in Hugging Face's layout; `kestrel export-hf` makes one of a run or "
+             "checkpoint."));
   }
   find_mxfp4();
 }
@@ -90,6 +92,12 @@ void WeightSource::find_mxfp4() {
     }
     if (is_packed) mxfp4_.push_back(base);
   }
+}
+
+std::vector<std::string> WeightSource::files() const {
+  std::vector<std::string> out = {(fs::path(path_) / kIndex).string()};
+  for (const SafetensorsFile& f : files_) out.push_back(f.path());
+  return out;
 }
 
 std::vector<std::string> WeightSource::names() const {

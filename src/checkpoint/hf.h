@@ -20,6 +20,7 @@ class WeightSource {
   explicit WeightSource(const std::string& dir);
 
   const std::string& path() const { return path_; }
+  std::vector<std::string> files() const;  // all that were opened, the index too
   bool has(const std::string& name) const { return where_.count(without_prefix(name)) != 0; }
   std::vector<std::string> names() const;                              // sorted, without the prefix
   const SafetensorsFile::Entry& entry(const std::string& name) const;  // DataError when missing, with the nearest name

@@ -1,11 +1,13 @@
 #include "src/data/bpe_train.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <queue>
 #include <set>
 
 #include "kernels/core/error.h"
 #include "kernels/core/parallel.h"
+#include "src/data/byte_level.h"
 #include "src/data/text_pieces.h"
 
 namespace kestrel {
@@ -116,17 +118,31 @@ class Merger {
   std::priority_queue<Ranked> heap_;
 };
 
+bool is_utf8(const std::string& s) {
+  try {
+    nlohmann::json(s).dump();  // refuses anything else
+    return true;
+  } catch (const nlohmann::json::exception&) {
+    return false;
+  }
+}
+
 void check(const BpeOptions& o) {
   const int64_t least = 256 + static_cast<int64_t>(o.specials.size());
-  if (o.vocab_size < least || o.vocab_size > (1 << 24)) {
-    throw ConfigError(text("vocab size ", o.vocab_size, " is outside ", least, " to ", 1 << 24, " (256 bytes and ",
-                           o.specials.size(), " special tokens are always in it)"));
+  if (o.vocab_size < least || o.vocab_size > kMaxVocabSize) {
+    throw ConfigError(text("vocab size ", o.vocab_size, " is outside ", least, " to ", kMaxVocabSize,
+                           " (256 bytes and ", o.specials.size(), " special tokens are always in it)"));
   }
   if (o.min_count < 1) throw ConfigError(text("min count ", o.min_count, " is below 1"));
   for (size_t i = 0; i < o.specials.size(); ++i) {
     const auto& s = o.specials[i];
     if (s.empty() || std::count(o.specials.begin(), o.specials.end(), s) > 1) {
-      throw ConfigError(text("special token ", i + 1, " (\"", s, "\") is empty or given twice"));
+      throw ConfigError(
+          text("special token ", i + 1, " (\"", s, "\") is empty or given twice. Give each one a name of its own."));
+    }
+    if (!is_utf8(s)) {
+      throw ConfigError(text("special token ", i + 1, " (\"", s,
+                             "\") is not valid UTF-8, which tokenizer.json is written in. Spell it in UTF-8."));
     }
   }
 }
@@ -161,7 +177,11 @@ void BpeTrainer::add(std::span<const std::string> documents) {
 }
 
 Tokenizer BpeTrainer::train() const {
-  if (counts_.empty()) throw DataError("no text to train a tokenizer on: the input files are empty");
+  if (counts_.empty()) {
+    throw DataError(
+        "no text to train a tokenizer on: every document is empty. Check that the inputs are the files you mean and, "
+        "for JSON lines, that --key names the text.");
+  }
   std::vector<std::pair<std::string_view, int64_t>> sorted(counts_.begin(), counts_.end());
   std::sort(sorted.begin(), sorted.end());
   std::vector<Word> words;
@@ -190,6 +210,13 @@ Tokenizer BpeTrainer::train() const {
     parts.merges.push_back({pair.left, pair.right, merged});
   }
   for (const auto& s : options_.specials) {
+    const auto spelled_like_it = from_byte_level(s);
+    if (spelled_like_it && ids.contains(*spelled_like_it)) {
+      throw ConfigError(text("special token \"", s,
+                             "\" is also a token of plain text, and tokenizer.json could not tell "
+                             "the two apart. Give it a name that text does not have, such as <|",
+                             s, "|>."));
+    }
     parts.specials.push_back({static_cast<int32_t>(parts.tokens.size()), s});
     parts.tokens.push_back(s);
   }

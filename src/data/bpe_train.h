@@ -25,8 +25,10 @@
 
 namespace kestrel {
 
+inline constexpr int64_t kMaxVocabSize = int64_t{1} << 24;
+
 struct BpeOptions {
-  int64_t vocab_size = 8192;  // specials included; >= 256 + specials, <= 2^24
+  int64_t vocab_size = 8192;  // specials included; >= 256 + specials, <= kMaxVocabSize
   SplitPattern pattern = SplitPattern::cl100k;
   std::vector<std::string> specials = {std::string(kEndOfText)};
   int64_t min_count = 2;

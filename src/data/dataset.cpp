@@ -5,15 +5,10 @@
 #include "kernels/core/error.h"
 #include "src/checkpoint/hash.h"
 #include "src/data/files.h"
+#include "src/data/tokenizer.h"
 
 namespace kestrel {
 namespace {
-
-void check_tokenizer(const Shard& shard, const std::string& expected, const std::string& whose) {
-  if (expected.empty() || shard.tokenizer().empty() || shard.tokenizer() == expected) return;
-  throw DataError(text(shard.path(), " was made by tokenizer ", shard.tokenizer(), ", ", whose, " is ", expected,
-                       ". Use the tokenizer that made the data, or build the data again with `kestrel data build`."));
-}
 
 void check_ids(const Shard& shard, const Shard::Scan& scan, int64_t vocab_size) {
   const bool own = shard.vocab_size() >= 0;
@@ -33,7 +28,7 @@ void check_ids(const Shard& shard, const Shard::Scan& scan, int64_t vocab_size) 
 
 TokenDataset::TokenDataset(const std::vector<std::string>& files_or_globs, int64_t sequence_length, int64_t vocab_size,
                            const std::string& tokenizer_fingerprint)
-    : sequence_length_(sequence_length) {
+    : sequence_length_(sequence_length), tokenizer_(tokenizer_fingerprint) {
   if (sequence_length < 1) throw ConfigError(text("data.sequence_length ", sequence_length, " is below 1"));
   if (vocab_size < 1) throw ConfigError(text("vocab_size ", vocab_size, " is below 1"));
   const auto files = expand_globs(files_or_globs);
@@ -42,8 +37,8 @@ TokenDataset::TokenDataset(const std::vector<std::string>& files_or_globs, int64
   Xxh64 identity;
   for (const auto& file : files) {
     Shard shard(file);
-    check_tokenizer(shard, tokenizer_fingerprint, "the run's tokenizer");
-    if (!shards_.empty()) check_tokenizer(shard, shards_.front().tokenizer(), text("that of ", files.front()));
+    check_same_tokenizer(shard.path(), shard.tokenizer(), "the tokenizer it is used with", tokenizer_);
+    if (tokenizer_.empty()) tokenizer_ = shard.tokenizer();
     if (shard.size() < sequence_length + 1) {
       throw DataError(text(file, " has ", shard.size(), " tokens, shorter than one row of ", sequence_length + 1,
                            " (data.sequence_length + 1). Join it with another shard or shorten the sequence."));

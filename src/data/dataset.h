@@ -21,8 +21,8 @@ namespace kestrel {
 class TokenDataset {
  public:
   // files_or_globs: paths, or patterns with * ? [ ].  sequence_length: T >= 1.  vocab_size: the model's; ids and each
-  // shard's own vocab_size must not exceed it.  tokenizer_fingerprint: "" or Tokenizer::fingerprint(); a shard that
-  // records another one is refused.
+  // shard's own vocab_size must not exceed it.  tokenizer_fingerprint: "" or what shards must not contradict; "" is the
+  // first one that a shard records.
   TokenDataset(const std::vector<std::string>& files_or_globs, int64_t sequence_length, int64_t vocab_size,
                const std::string& tokenizer_fingerprint = "");
 
@@ -37,6 +37,8 @@ class TokenDataset {
   const std::vector<int32_t>& token_bytes() const { return token_bytes_; }
   // Do the shards say where documents begin (document_starts, or an eos_id)?  If not, `segment` is 0 everywhere.
   bool knows_documents() const { return knows_documents_; }
+  // Of the tokenizer that made the shards, "" when neither they nor the caller know it.
+  const std::string& tokenizer() const { return tokenizer_; }
   // 16 hex digits over every token and the order of the shards: a resumed run compares it with the run that was saved.
   const std::string& fingerprint() const { return fingerprint_; }
   const std::vector<Shard>& shards() const { return shards_; }
@@ -50,7 +52,7 @@ class TokenDataset {
   int64_t tokens_ = 0;
   int64_t bytes_ = 0;
   bool knows_documents_ = true;
-  std::string fingerprint_;
+  std::string tokenizer_, fingerprint_;
   std::vector<Shard> shards_;
   std::vector<int64_t> row_begin_;  // [shards + 1]
   std::vector<int32_t> token_bytes_;

@@ -8,6 +8,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 
 #include "kernels/core/error.h"
 
@@ -23,7 +24,8 @@ struct Descriptor {
 };
 
 [[noreturn]] void fail(const std::string& what, const std::string& path) {
-  throw DataError(text("cannot ", what, " ", path, ": ", std::strerror(errno)));
+  throw DataError(
+      text("cannot ", what, " ", path, ": ", std::strerror(errno), ". Check its name and that it may be read."));
 }
 
 }  // namespace
@@ -33,9 +35,9 @@ MappedFile::MappedFile(const std::string& path) {
   if (d.fd < 0) fail("open", path);
   struct stat st {};
   if (fstat(d.fd, &st) != 0) fail("read", path);
-  if (!S_ISREG(st.st_mode)) throw DataError(text(path, " is not a regular file"));
+  if (!S_ISREG(st.st_mode)) throw DataError(text(path, " is not a regular file. Name a file on disk."));
   size_ = static_cast<size_t>(st.st_size);
-  if (size_ == 0) throw DataError(text(path, " is empty (0 bytes)"));
+  if (size_ == 0) throw DataError(text(path, " is empty (0 bytes). Write it again, or leave it out."));
   map_ = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, d.fd, 0);
   if (map_ == MAP_FAILED) {
     map_ = nullptr;
@@ -64,6 +66,17 @@ std::vector<std::string> expand_globs(const std::vector<std::string>& files_or_g
       throw DataError(text("no file matches ", entry, ". Check the folder, or quote the pattern from the shell."));
   }
   return files;
+}
+
+void refuse_to_overwrite(const std::string& output, const std::vector<std::string>& inputs) {
+  namespace fs = std::filesystem;
+  std::error_code missing;  // what does not exist is equivalent to nothing
+  if (fs::is_other(output, missing)) return;
+  for (const auto& input : inputs) {
+    if (!fs::equivalent(output, input, missing)) continue;
+    throw ConfigError(text("the output ", output, " is the input ", input,
+                           ", which would be overwritten. Choose another name for the output."));
+  }
 }
 
 }  // namespace kestrel

@@ -1,4 +1,5 @@
-// Mapped files, and file names by pattern.  Every failure is a DataError with the path and the system's reason.
+// Mapped files, file names by pattern, and outputs that are inputs.  Every failure is a DataError with the path, the
+// system's reason and the way out.
 #pragma once
 
 #include <cstdint>
@@ -25,5 +26,9 @@ class MappedFile {
 // Each entry that has * ? or [ is replaced by the files it matches, sorted; one that matches none, or a plain path that
 // does not exist, throws.
 std::vector<std::string> expand_globs(const std::vector<std::string>& files_or_globs);
+
+// ConfigError when `output` is one of the inputs, under whatever name (links, other spellings of the path).  Devices
+// and pipes may be both.  Commands ask before they read or write anything; no --force overrides it.
+void refuse_to_overwrite(const std::string& output, const std::vector<std::string>& inputs);
 
 }  // namespace kestrel

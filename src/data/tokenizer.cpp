@@ -117,4 +117,13 @@ std::vector<int32_t> Tokenizer::token_bytes() const {
   return n;
 }
 
+void check_same_tokenizer(const std::string& what, const std::string& made_with, const std::string& other,
+                          const std::string& fingerprint) {
+  if (made_with.empty() || fingerprint.empty() || made_with == fingerprint) return;
+  throw DataError(text(what, " was made with the tokenizer of fingerprint ", made_with, ", but ", other, " is ",
+                       fingerprint,
+                       ": the same ids are other text. Name the tokenizer that made it, or make the data "
+                       "again with `kestrel data build`."));
+}
+
 }  // namespace kestrel

@@ -77,6 +77,11 @@ class Tokenizer {
   std::vector<uint8_t> special_;    // [vocab]
 };
 
+// DataError, naming both, when two fingerprints are known ("": not) and differ.  `what` was made with the tokenizer
+// `made_with`, and is used with `other`, a description, of the fingerprint `fingerprint`.
+void check_same_tokenizer(const std::string& what, const std::string& made_with, const std::string& other,
+                          const std::string& fingerprint);
+
 // Encodes much text with one tokenizer: remembers pieces it has seen.  One per thread; the tokenizer must outlive it.
 class Encoder {
  public:

@@ -1,4 +1,5 @@
 // Hugging Face's tokenizer.json, read strictly and written.
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "kernels/core/error.h"
@@ -78,7 +79,9 @@ struct Reader {
         refuse(text("added token ", t.dump(), " has no id and content"));
       }
       require_absent(t, text("added token ", at(t, "content").dump(), ": "), {"single_word", "lstrip", "rstrip"});
-      found.push_back({at(t, "id").get<int32_t>(), at(t, "content").get<std::string>()});
+      const int64_t id = at(t, "id").get<int64_t>();
+      if (id < 0 || id > INT32_MAX) refuse(text("added token ", t.dump(), " has an id outside 0 to ", INT32_MAX));
+      found.push_back({static_cast<int32_t>(id), at(t, "content").get<std::string>()});
     }
     return found;
   }
@@ -232,12 +235,19 @@ ordered to_json(const Tokenizer& t) {
 }  // namespace
 
 Tokenizer Tokenizer::load(const std::string& path) {
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) {
+    throw DataError(
+        text("there is no tokenizer file ", path,
+             ". Name a tokenizer.json (--tokenizer, data.tokenizer); `kestrel tokenizer train` makes one."));
+  }
   const Reader reader{path, parse_json_strict(read_file(path), path)};
   try {
     if (!reader.root.is_object()) reader.refuse("it is not a JSON object");
     return Tokenizer(reader.parts(), path);
   } catch (const json::exception& e) {
-    throw DataError(text(path, " is not a usable tokenizer.json: ", e.what()));
+    throw DataError(
+        text(path, " is not a usable tokenizer.json: ", e.what(), ". `kestrel tokenizer train` makes one."));
   }
 }
 

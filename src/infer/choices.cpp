@@ -26,7 +26,10 @@ size_t ChoiceScores::best_per_byte() const {
 
 std::vector<ChoiceQuestion> read_choices(const std::string& path) {
   std::ifstream in(path);
-  if (!in) throw DataError(text("cannot open ", path, ": ", std::strerror(errno)));
+  if (!in) {
+    throw DataError(
+        text("cannot open ", path, ": ", std::strerror(errno), ". Check its name and that it may be read."));
+  }
   std::vector<ChoiceQuestion> out;
   std::string line;
   for (int64_t n = 1; std::getline(in, line); ++n) {
@@ -34,24 +37,45 @@ std::vector<ChoiceQuestion> read_choices(const std::string& path) {
     const std::string where = text(path, " line ", n);
     const auto j = parse_json_strict(line, where);
     ChoiceQuestion q;
+    nlohmann::json answer;
     try {
       q.context = j.at("context");
       q.choices = j.at("choices").get<std::vector<std::string>>();
-      q.answer = j.at("answer");
+      answer = j.at("answer");
     } catch (const nlohmann::json::exception& e) {
       throw DataError(
           text(where, R"(: expected {"context": text, "choices": [text, ...], "answer": index}: )", e.what()));
     }
-    if (q.choices.size() < 2 || q.answer >= q.choices.size()) {
-      throw DataError(text(where, ": answer ", q.answer, " of ", q.choices.size(),
-                           " choices; there must be at least two, and the answer counts from 0"));
+    // A negative number is not an unsigned one.
+    if (q.choices.size() < 2 || !answer.is_number_unsigned() || answer.get<uint64_t>() >= q.choices.size()) {
+      throw DataError(
+          text(where, ": answer ", answer.dump(), " of ", q.choices.size(),
+               " choices; there must be at least two, and the answer is a whole number that counts from 0"));
     }
+    q.answer = answer.get<size_t>();
     if (std::any_of(q.choices.begin(), q.choices.end(), [](const std::string& c) { return c.empty(); }))
-      throw DataError(text(where, ": an empty choice"));
+      throw DataError(text(where, ": an empty choice. Each choice needs text to be scored."));
+    q.where = where;
     out.push_back(std::move(q));
   }
-  if (out.empty()) throw DataError(text(path, " holds no questions"));
+  if (out.empty()) {
+    throw DataError(text(path,
+                         R"( holds no questions. Write one a line: {"context": "...", "choices": ["...", "..."], )",
+                         R"("answer": 0}.)"));
+  }
   return out;
+}
+
+void check_lengths(const std::vector<ChoiceQuestion>& questions, const Tokenizer& tokenizer, int64_t limit) {
+  for (const ChoiceQuestion& q : questions) {
+    const size_t context = tokenizer.encode(q.context).size();
+    for (const std::string& choice : q.choices) {
+      const auto tokens = static_cast<int64_t>(context + tokenizer.encode(choice).size());
+      if (tokens <= limit) continue;
+      throw DataError(text(q.where, ": the context and a choice are ", tokens, " tokens, the limit is ", limit,
+                           ". Shorten the context, or raise the limit with --sequence-length."));
+    }
+  }
 }
 
 ChoiceScores score_choices(Model& model, const Tokenizer& tokenizer, const ChoiceQuestion& q) {

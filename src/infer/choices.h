@@ -13,6 +13,7 @@ struct ChoiceQuestion {
   std::string context;
   std::vector<std::string> choices;
   size_t answer = 0;
+  std::string where;  // "questions.jsonl line 3"
 };
 
 // One JSON object per line: {"context": "...", "choices": ["...", ...], "answer": index}.  DataError names the line.
@@ -24,6 +25,9 @@ struct ChoiceScores {
   size_t best() const;
   size_t best_per_byte() const;
 };
+
+// DataError, naming the line, when a question and one of its choices are more than `limit` tokens.
+void check_lengths(const std::vector<ChoiceQuestion>& questions, const Tokenizer& tokenizer, int64_t limit);
 
 // Each choice is scored as the continuation of the context (encoded apart, so the border is a token border).
 ChoiceScores score_choices(Model& model, const Tokenizer& tokenizer, const ChoiceQuestion& question);

@@ -28,6 +28,7 @@ void from_checkpoint(InferenceModel& m, const LoadedCheckpoint& c) {
     throw DataError(text(c.dir, ": train_state.json holds no config. It was not written by kestrel train."));
   m.run = parse_run_config(state["config"].dump(), c.dir + "/train_state.json");
   m.config = m.run->model;
+  m.trained_with = state.value(nlohmann::json::json_pointer("/data/tokenizer"), "");
   make_model(m);
   const HostTensors weights = weights_of(m.model->parameters());  // views: the model is on the CPU
   for (const NamedTensor& t : weights.list()) {
@@ -75,11 +76,14 @@ InferenceModel load_model(const std::string& path, const std::optional<std::stri
         text(path,
              " is neither a run directory, nor a checkpoint, nor a directory with model.safetensors and config.json."));
   }
-  std::optional<std::string> file = tokenizer;
-  if (!file && m.run && m.run->data.tokenizer) file = m.run->data.tokenizer;
-  if (!file && fs::exists(p / "tokenizer.json")) file = (p / "tokenizer.json").string();
+  std::optional<std::string> own;
+  if (m.run && m.run->data.tokenizer) own = m.run->data.tokenizer;
+  if (!own && fs::exists(p / "tokenizer.json")) own = (p / "tokenizer.json").string();
+  const std::optional<std::string> file = tokenizer ? tokenizer : own;
   if (!file) return m;
   m.tokenizer = Tokenizer::load(*file);
+  if (m.trained_with.empty() && own && fs::exists(*own)) m.trained_with = Tokenizer::load(*own).fingerprint();
+  check_same_tokenizer(m.source, m.trained_with, *file, m.tokenizer->fingerprint());
   if (m.tokenizer->vocab_size() > m.config.vocab_size) {
     throw DataError(text("the tokenizer ", *file, " has ", m.tokenizer->vocab_size(), " tokens, the model of ",
                          m.source, " only ", m.config.vocab_size, ": it belongs to another model."));

@@ -15,6 +15,7 @@ struct InferenceModel {
   int64_t step = -1;   // of a checkpoint
   ModelConfig config;
   std::optional<RunConfig> run;  // of a run directory or checkpoint
+  std::string trained_with;      // fingerprint of the tokenizer that made the training data, "" when not known
   std::unique_ptr<Model> model;
   std::optional<Tokenizer> tokenizer;
 
@@ -22,7 +23,8 @@ struct InferenceModel {
 };
 
 // `path`: a run directory (its newest good checkpoint), one checkpoint folder, or a directory with config.json (a model
-// section) and model.safetensors.  `tokenizer` overrides the tokenizer found there.  DataError when nothing fits.
+// section) and model.safetensors.  `tokenizer` is used in place of the file named or found there; it must be the same
+// tokenizer.  DataError when nothing fits.
 InferenceModel load_model(const std::string& path, const std::optional<std::string>& tokenizer = {});
 
 }  // namespace kestrel

@@ -39,7 +39,8 @@ std::string TrainState::to_json() const {
                {"sequence_length", sequence_length},
                {"global_batch_size", global_batch_size},
                {"seed", data_seed},
-               {"shuffle", shuffle}};
+               {"shuffle", shuffle},
+               {"tokenizer", tokenizer}};
   j["optimizer_type"] = optimizer_type;
   j["model"] = ordered_json::parse(model_json);
   j["config"] = ordered_json::parse(config_json);
@@ -66,6 +67,7 @@ TrainState TrainState::from_json(const std::string& content, const std::string& 
     s.global_batch_size = d.at("global_batch_size");
     s.data_seed = d.at("seed");
     s.shuffle = d.at("shuffle");
+    s.tokenizer = d.value("tokenizer", "");  // checkpoints of older programs lack it
     s.optimizer_type = j.at("optimizer_type");
   } catch (const json::exception& e) {
     throw DataError(text(where, ": train_state.json lacks a field or has one of another type (", e.what(),

@@ -22,6 +22,7 @@ struct TrainState {
   int64_t sequence_length = 0, global_batch_size = 0, data_seed = 0;
   bool shuffle = true;
   std::string optimizer_type;
+  std::string tokenizer;    // fingerprint of the one that made the data, "" when not known
   std::string config_json;  // the whole resolved config of the saving run, for the reader
 
   std::string to_json() const;

@@ -64,7 +64,7 @@ void Trainer::open_data() {
   train_data_ = std::make_unique<TokenDataset>(config_.data.train, T, config_.model.vocab_size, fingerprint);
   if (!config_.data.validation.empty()) {
     validation_data_ =
-        std::make_unique<TokenDataset>(config_.data.validation, T, config_.model.vocab_size, fingerprint);
+        std::make_unique<TokenDataset>(config_.data.validation, T, config_.model.vocab_size, train_data_->tokenizer());
   }
   if (config_.model.document_mask && !train_data_->knows_documents()) {
     throw DataError(
@@ -122,6 +122,7 @@ void Trainer::resume() {
   state_.model_json = to_json(config_.model);
   state_.config_json = to_json(config_);
   state_.data_fingerprint = train_data_->fingerprint();
+  state_.tokenizer = train_data_->tokenizer();
   state_.sequence_length = config_.data.sequence_length;
   state_.global_batch_size = config_.train.global_batch_size;
   state_.data_seed = config_.data.seed;

@@ -115,6 +115,9 @@ TEST(TokenDataset, BadDataIsNamed) {
   EXPECT_CONTAINS(error({a}, 3, kVocab - 1), "vocabulary of 1000");
   EXPECT_CONTAINS(error({a}, 3, kVocab, "tokenizer-b"), "tokenizer-a");
   EXPECT_CONTAINS(error({a, b}, 3, kVocab), "tokenizer-b");
+  const auto unknown = counting_shard(dir, "c.safetensors", 0, 10);
+  EXPECT_CONTAINS(error({unknown, a, b}, 3, kVocab), "tokenizer-b");  // though the first does not say
+  EXPECT_EQ(TokenDataset({unknown, a}, 3, kVocab).tokenizer(), "tokenizer-a");
   EXPECT_CONTAINS(error({}, 3, kVocab), "empty");
   EXPECT_CONTAINS(error({dir / "none-*.bin"}, 3, kVocab), "none-*.bin");
   EXPECT_CONTAINS(error({dir / "none.bin"}, 3, kVocab), "none.bin");

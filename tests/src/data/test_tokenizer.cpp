@@ -250,6 +250,7 @@ TEST(TokenizerFile, DamageIsNamed) {
   EXPECT_CONTAINS(spoil([](json& f) { f["model"].erase("merges"); }), "merges");
   EXPECT_CONTAINS(spoil([](json& f) { f["model"].erase("vocab"); }), "vocab");
   EXPECT_CONTAINS(spoil([](json& f) { f["added_tokens"][0]["id"] = 9999; }), "9999");
+  EXPECT_CONTAINS(spoil([](json& f) { f["added_tokens"][0]["id"] = (int64_t{1} << 32) + 999; }), "4294968295");
   EXPECT_CONTAINS(spoil([](json& f) {  // a vocabulary without the byte z: its id goes to another token
                     f["model"]["vocab"]["zz"] = f["model"]["vocab"]["z"];
                     f["model"]["vocab"].erase("z");
@@ -258,7 +259,7 @@ TEST(TokenizerFile, DamageIsNamed) {
   const ScratchFolder dir;
   EXPECT_CONTAINS(message_of<DataError>([&] { Tokenizer::load(dir.write("a.json", "{\"model\": ")); }), "a.json");
   EXPECT_CONTAINS(message_of<DataError>([&] { Tokenizer::load(dir.write("b.json", "[1]")); }), "b.json");
-  EXPECT_CONTAINS(message_of<DataError>([&] { Tokenizer::load(dir / "none.json"); }), "none.json");
+  EXPECT_CONTAINS(message_of<DataError>([&] { Tokenizer::load(dir / "none.json"); }), "kestrel tokenizer train");
   EXPECT_CONTAINS(message_of<DataError>([&] { bible().save(dir / "no/such/folder.json"); }), "folder.json");
 }
 
@@ -346,6 +347,12 @@ TEST(BpeTrainer, RefusesBadOptions) {
   EXPECT_CONTAINS(message_of<ConfigError>([] { BpeTrainer({.vocab_size = 1 << 25}); }), "33554432");
   EXPECT_CONTAINS(message_of<ConfigError>([] { BpeTrainer({.specials = {"<a>", "<a>"}}); }), "<a>");
   EXPECT_CONTAINS(message_of<ConfigError>([] { BpeTrainer({.specials = {""}}); }), "empty");
+  EXPECT_CONTAINS(message_of<ConfigError>([] { BpeTrainer({.specials = {"<\xff>"}}); }), "not valid UTF-8");
+  // tokenizer.json spells a space U+0120, and knows tokens by their spelling alone.
+  for (const char* special : {"a", "\u0120a"}) {
+    const BpeOptions options{.vocab_size = 259, .specials = {special}};
+    EXPECT_CONTAINS(message_of<ConfigError>([&] { train({"a a a a"}, options); }), "token of plain text");
+  }
   EXPECT_CONTAINS(message_of<ConfigError>([] { BpeTrainer({.min_count = 0}); }), "below 1");
   EXPECT_CONTAINS(message_of<DataError>([] { (void)train({""}, {}); }), "no text");
 }
