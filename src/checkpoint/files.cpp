@@ -105,7 +105,7 @@ std::string read_file(const std::string& path) {
     if (n < 0) {
       const std::string why = std::strerror(errno);
       close(fd);
-      throw DataError(text("cannot read ", path, ": ", why));
+      throw DataError(text("cannot read ", path, ": ", why, ". Check that it is a file, and its disk."));
     }
     if (n == 0) break;
     content.append(chunk, static_cast<size_t>(n));

@@ -31,13 +31,16 @@ struct Mapping {
 Mapping map_file(const std::string& path) {
   // O_NONBLOCK: opening a pipe by mistake must not hang.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) throw DataError(text("cannot open ", path, ": ", std::strerror(errno)));
+  if (fd < 0) {
+    throw DataError(
+        text("cannot open ", path, ": ", std::strerror(errno), ". Check its name and that it may be read."));
+  }
   struct stat st {};
   const bool regular = fstat(fd, &st) == 0 && S_ISREG(st.st_mode);
   const auto size = static_cast<uint64_t>(st.st_size);
   if (!regular || size < 8) {
     close(fd);
-    if (!regular) throw DataError(text(path, " is not a regular file"));
+    if (!regular) throw DataError(text(path, " is not a regular file. Name a file on disk."));
     throw DataError(
         text(path, " has ", size,
              " bytes; a safetensors file starts with an 8-byte header length. The file is empty or truncated."));

@@ -264,6 +264,11 @@ RunConfig parse_run_config(const std::string& json_text, const std::string& name
 ModelConfig parse_model_config(const std::string& json_text, const std::string& name) {
   const JsonValue tree = read_json(json_text, name);
   require_object(tree, "the model section");
+  if (tree.find("model")) {
+    throw ConfigError(text(name,
+                           " is a whole run file; a model section is wanted, what its \"model\" holds. Of a run or "
+                           "checkpoint, `kestrel export-hf` makes a directory with one."));
+  }
   Draft d;
   d.name = name;
   d.model_section_alone = true;

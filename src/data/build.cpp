@@ -46,7 +46,8 @@ std::vector<fs::path> existing_shards(const std::string& out) {
 void prepare_folder(const BuildOptions& o) {
   std::error_code error;
   fs::create_directories(o.out, error);
-  if (error) throw DataError(text("cannot make the folder ", o.out, ": ", error.message()));
+  if (error)
+    throw DataError(text("cannot make the folder ", o.out, ": ", error.message(), ". Choose another with --out."));
   const auto old = existing_shards(o.out);
   if (!old.empty() && !o.force) {
     throw DataError(text(o.out, " already has ", old.size(), " shards (", old.front().filename().string(),

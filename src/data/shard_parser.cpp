@@ -63,9 +63,12 @@ struct ShardParser {
     }
     const auto& e = file.entry("tokens");
     if (e.dtype != DType::u16 && e.dtype != DType::u32 && e.dtype != DType::i32) {
-      throw DataError(text(s.path_, ": tokens are ", name_of(e.dtype), "; U16, U32 and I32 are read"));
+      throw DataError(text(s.path_, ": tokens are ", name_of(e.dtype),
+                           "; U16, U32 and I32 are read. Convert them, or build the shard with `kestrel data build`."));
     }
-    if (e.shape.size() != 1) throw DataError(text(s.path_, ": tokens have ", e.shape.size(), " dimensions, not 1"));
+    if (e.shape.size() != 1)
+      throw DataError(text(s.path_, ": tokens have ", e.shape.size(),
+                           " dimensions, not 1. Flatten them, or build the shard with `kestrel data build`."));
     s.dtype_ = e.dtype;
     s.size_ = e.shape[0];
     s.tokens_ = e.data;

@@ -73,7 +73,8 @@ Tokenizer::Tokenizer(TokenizerParts parts, const std::string& name)
                            ". The file is damaged."));
     }
     if (!merges_.insert(m.left, m.right, {static_cast<int32_t>(r), m.merged})) {
-      throw DataError(text(name, ": merge ", r, " repeats an earlier one (ids ", m.left, " and ", m.right, ")"));
+      throw DataError(text(name, ": merge ", r, " repeats an earlier one (ids ", m.left, " and ", m.right,
+                           "). The file is damaged."));
     }
   }
   fingerprint_ = fingerprint_of(parts_);

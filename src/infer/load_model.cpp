@@ -72,9 +72,10 @@ InferenceModel load_model(const std::string& path, const std::optional<std::stri
     }
     from_checkpoint(m, *found);
   } else {
-    throw DataError(
-        text(path,
-             " is neither a run directory, nor a checkpoint, nor a directory with model.safetensors and config.json."));
+    throw DataError(text(
+        path,
+        " is neither a run directory, nor a checkpoint, nor a directory with model.safetensors and config.json. Name "
+        "one of them; `kestrel train` makes the first two."));
   }
   std::optional<std::string> own;
   if (m.run && m.run->data.tokenizer) own = m.run->data.tokenizer;
