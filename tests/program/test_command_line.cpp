@@ -90,6 +90,11 @@ TEST_F(CommandLine, AnotherTokenizerIsRefusedWithBothFingerprints) {
   must(program({"generate", run_, "--tokenizer", dir_ / "copy.json", "--max-tokens", "2"}));
   must(program({"export-hf", run_, "--tokenizer", dir_ / "copy.json", "--out", out}));
   refused({"generate", out, "--tokenizer", other}, kData, {other, a, b});
+  // The file that a run names becomes another: its checkpoint knows.
+  const std::string named = dir_ / "named";
+  must(train({"data.tokenizer=" + (dir_ / "copy.json"), "log.dir=" + named}));
+  std::filesystem::copy_file(other, dir_ / "copy.json", std::filesystem::copy_options::overwrite_existing);
+  refused({"generate", named}, kData, {dir_ / "copy.json", a, b});
 }
 
 TEST_F(CommandLine, ADamagedShardIsFound) {
@@ -130,7 +135,7 @@ TEST_F(CommandLine, IntegersHaveTheirLimits) {
   } cases[] = {
       {generate, "--seed", {"-1", "18446744073709551616", "1.0", "0x10", ""}, "0", "18446744073709551615"},
       {generate, "--top-k", {"-1", "99999999999999999999", "2147483648"}, "0", "2147483647"},
-      {generate, "--max-tokens", {"0", "-1", "9223372036854775807"}, "1", "2147483647"},
+      {generate, "--max-tokens", {"0", "-1", "1e3", " 7", "9223372036854775807"}, "1", "2147483647"},
       {eval, "--batch", {"0", "-1"}, "1", "2147483647"},
       {eval, "--sequence-length", {"0", "24x"}, "1", "2147483647"},
       {build, "--seed", {"-1"}, "0", "18446744073709551615"},
@@ -170,6 +175,9 @@ TEST_F(CommandLine, QuestionsAreCheckedBeforeTheyAreScored) {
   for (int i = 0; i < 200'000; ++i) words += " word";
   refuse({{"context", words}, {"choices", {"b", "c"}}, {"answer", 1}},
          {file + " line 2", " tokens, the limit is 24", "--sequence-length"});
+  write_text(file, json{{"context", words.substr(0, 150)}, {"choices", {"b", "c"}}, {"answer", 1}}.dump());
+  refused({"eval", run_, "--tokenizer", tokenizer_, "--choices", file}, kData, {"the limit is 24"});
+  must(program({"eval", run_, "--tokenizer", tokenizer_, "--choices", file, "--sequence-length", "200"}));
 }
 
 TEST_F(CommandLine, FileErrorsSayTheWayOut) {
