@@ -45,7 +45,8 @@ std::string checkpoints_of(const std::string& path) {
   const RunConfig run = parse_run_config(read_file(file), file);
   const auto whole = [](const std::string& dir) { return fs::absolute(dir).lexically_normal(); };
   const fs::path inside = whole(run.checkpoint.dir).lexically_relative(whole(run.log.dir));
-  return *inside.begin() == ".." ? run.checkpoint.dir : (fs::path(path) / inside).string();
+  if (*inside.begin() == "..") return run.checkpoint.dir;
+  return inside == "." ? path : (fs::path(path) / inside).string();
 }
 
 }  // namespace

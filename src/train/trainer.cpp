@@ -35,10 +35,10 @@ double milliseconds_since(std::chrono::steady_clock::time_point start) {
 
 Trainer::Trainer(const RunConfig& config, Purpose purpose)
     : config_(config), purpose_(purpose), device_(choose_device(config.train)), total_steps_(config.total_steps()) {
-  open_data();
   if (device_ == Device::cuda) use_device(0);
   plan_ = plan_run(config_);
   check_memory();
+  open_data();
   claim_directories();
   build_model();
   identify();

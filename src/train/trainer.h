@@ -29,7 +29,7 @@ class Trainer {
  public:
   // `dry_run`: everything is checked as for training, over planners instead of memory; only `description` may follow.
   enum class Purpose { train, dry_run };
-  // Opens data, compares the plan with the machine, claims the run's directories, builds the model, reads the
+  // Compares the plan with the machine, opens data, claims the run's directories, builds the model, reads the
   // checkpoint to resume or the weights to start from.  What is on disk stays as it is, but for the claims' lock files.
   explicit Trainer(const RunConfig& config, Purpose purpose = Purpose::train);
   ~Trainer();

@@ -344,5 +344,5 @@ TEST_F(BadInput, DiskThatFillsInOtherCommands) {
 TEST_F(BadInput, DeviceThatIsNotThere) {
   CommandOptions no_gpu;
   no_gpu.setting["CUDA_VISIBLE_DEVICES"] = "";
-  refused(train(run(), {"train.device=cuda"}, no_gpu), 4, {"train.device", "cuda", "cpu"});
+  refused(train(run(), {"train.device=cuda"}, no_gpu), 4, {"train.device", "cuda", ". Set train.device to", "cpu"});
 }

@@ -18,9 +18,9 @@ class Guard : public ::testing::Test {
     a.insert(a.end(), overrides.begin(), overrides.end());
     return program(a);
   }
-  // Weights of a few steps with all of one tensor set to a value, in a directory `weights`; the file.
-  std::string weights(const std::string& tensor, float value) const {
-    must(train(run("first"), {"train.steps=3", "schedule.warmup_steps=1"}));
+  // Weights of a few steps of `first`, with all of one tensor set to a value, in a directory `weights`; the file.
+  std::string weights(const json& first, const std::string& tensor, float value) const {
+    must(train(first, {"train.steps=3", "schedule.warmup_steps=1"}));
     must(program({"export-hf", dir_ / "first", "--out", dir_ / "weights"}));
     const std::string file = dir_ / "weights/model.safetensors";
     std::string bytes = read_text(file);
@@ -47,7 +47,7 @@ class Guard : public ::testing::Test {
 }  // namespace
 
 TEST_F(Guard, NonFiniteStepsAreRecordedNotAppliedAndStopTheRun) {
-  const std::string file = weights("model.norm.weight", kHuge);
+  const std::string file = weights(run("first"), "model.norm.weight", kHuge);
   json second = run("second");
   second["train"]["init_from"] = dir_ / "weights";
   second["checkpoint"]["every"] = 2;
@@ -71,7 +71,7 @@ TEST_F(Guard, NonFiniteStepsAreRecordedNotAppliedAndStopTheRun) {
 
 TEST_F(Guard, WeightsThatAreNotFiniteAreRefusedWhereverTheyAreRead) {
   const std::string tensor = "model.layers.1.self_attn.o_proj.weight";
-  weights(tensor, std::nanf(""));
+  weights(run("first"), tensor, std::nanf(""));
   const std::string model = dir_ / "weights", shard = dir_ / "train.safetensors";
   expect_refusal(program({"import-hf", model, "--out", dir_ / "imported"}), 3, {model, tensor, "nan"});
   EXPECT_FALSE(std::filesystem::exists(dir_ / "imported"));
@@ -107,11 +107,23 @@ TEST_F(Guard, WeightsThatAreNotFiniteAreRefusedWhereverTheyAreRead) {
   expect_refusal(train(run("first")), 3, {"step_00000004", tensor, "inf"});
 }
 
-TEST_F(Guard, AnEvaluationThatIsNotFiniteIsNoSuccess) {
-  weights("model.norm.weight", kHuge);
+TEST_F(Guard, ResultsThatAreNotFiniteAreNoSuccess) {
+  make_text_data(dir_.path());
+  json text = run("first");
+  text["model"]["vocab_size"] = 300;
+  text["data"]["train"] = {dir_ / "data/train-*.safetensors"};
+  text["data"]["tokenizer"] = dir_ / "tokenizer.json";
+  weights(text, "model.norm.weight", kHuge);
   const std::string model = dir_ / "weights";
-  expect_refusal(program({"eval", model, "--data", dir_ / "train.safetensors", "--sequence-length", "24", "--json"}), 5,
-                 {model, "loss", "earlier checkpoint"});
+  write_text(dir_ / "choices.jsonl", R"({"context": "a", "choices": [" b", " c"], "answer": 0})");
+  const Outcome loss =
+      program({"eval", model, "--data", dir_ / "data/validation-*.safetensors", "--sequence-length", "24", "--json"});
+  const Outcome choices = program({"eval", model, "--choices", dir_ / "choices.jsonl"});
+  const Outcome written = program({"generate", model, "--prompt", "In the", "--temperature", "0"});
+  expect_refusal(loss, 5, {model, "the loss", "earlier checkpoint"});
+  expect_refusal(choices, 5, {"\" b\"", "earlier checkpoint"});
+  expect_refusal(written, 5, {"logits", "earlier checkpoint"});
+  EXPECT_EQ(loss.out + choices.out, "");
 }
 
 TEST_F(Guard, QkClipHoldsTheLogitsDown) {
