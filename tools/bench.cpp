@@ -21,7 +21,7 @@ struct OpCommand {
 int time_ops(const OpCommand& c) {
   OpOptions o;
   const DeviceCount gpus = device_count();
-  if (c.device == "cuda" && gpus.count == 0) throw DeviceError("--device cuda: " + gpus.reason);
+  if (c.device == "cuda" && gpus.count == 0) throw DeviceError("--device cuda: " + gpus.reason + ". Use --device cpu.");
   o.device = c.device != "cpu" && gpus.count > 0 ? Device::cuda : Device::cpu;
   o.dtype = c.dtype == "bf16" || (c.dtype.empty() && o.device == Device::cuda) ? DType::bf16 : DType::f32;
   if (o.device == Device::cpu && o.dtype == DType::bf16) {

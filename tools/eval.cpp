@@ -71,6 +71,9 @@ int evaluate_text(const Options& o, InferenceModel& m) {
   }
   progress.finish();
   const double loss = sum / static_cast<double>(targets);
+  if (!std::isfinite(loss))
+    throw DivergedError(text("the loss of ", m.source, " over ", targets, " targets is ", loss,
+                             ": the weights are too large to compute with. Use an earlier checkpoint."));
   nlohmann::ordered_json j{{"model", m.source}, {"targets", targets}, {"loss", loss}, {"perplexity", std::exp(loss)}};
   if (bytes > 0) j["bits_per_byte"] = sum / (std::numbers::ln2 * bytes);
   if (o.json) {

@@ -1,4 +1,5 @@
 // kestrel parity: one batch through given weights, for comparison with any other implementation.
+#include <cmath>
 #include <cstdio>
 #include <memory>
 
@@ -22,7 +23,7 @@ int run(const Options& o) {
   if (o.device == "cuda") {
     const DeviceCount gpus = device_count();
     if (gpus.count == 0)
-      throw DeviceError(text("--device cuda: there is no GPU to compute on: ", gpus.reason, " Use --device cpu."));
+      throw DeviceError(text("--device cuda: there is no GPU to compute on: ", gpus.reason, ". Use --device cpu."));
     where.device = Device::cuda;
     where.dtype = o.precision == "bf16" ? DType::bf16 : DType::f32;
   } else if (o.precision == "bf16") {
@@ -37,6 +38,9 @@ int run(const Options& o) {
   ParameterStore& store = evaluation.model().parameters();
   load_weights(store, weights);
   const Evaluation::Result r = evaluation.run(SafetensorsFile(o.tokens), o.gradients);
+  if (!std::isfinite(r.loss))
+    throw DivergedError(text("the loss of ", o.model, " on ", o.tokens, " is ", r.loss,
+                             ": its weights are too large to compute with. Nothing was written."));
 
   double loss = r.loss;
   const SafetensorsFile input(o.tokens);

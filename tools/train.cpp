@@ -21,7 +21,7 @@ void add_train_command(CLI::App& app, int& exit_code) {
   c.add_flag("--profile", o->profile,
              "Add up the time of each operation (NVTX ranges too) and print the table at the end");
   c.callback([o, &exit_code] {
-    Trainer trainer(o->run.load());
+    Trainer trainer(o->run.load(), o->dry_run ? Trainer::Purpose::dry_run : Trainer::Purpose::train);
     if (o->dry_run) {
       std::fputs(trainer.description().c_str(), stdout);
       return;

@@ -22,9 +22,19 @@ Tensor make(void* p, std::initializer_list<int64_t> shape, DType dtype, Device d
   return Tensor(p, shape, dtype, device);
 }
 
+constexpr const char* kWayOut =
+    " Lower train.micro_batch_size, data.sequence_length, model.hidden_size, model.num_hidden_layers or "
+    "model.vocab_size, or set train.recompute to \"block\".";
+
+[[noreturn]] void beyond_any_machine() {
+  throw DeviceError(text("the run needs more than ", kPlannerCapacity, " bytes (2^60) of memory.", kWayOut));
+}
+
 int64_t bytes_of(std::initializer_list<int64_t> shape, DType dtype) {
   int64_t n = size_of(dtype);
-  for (int64_t d : shape) n *= d;
+  for (int64_t d : shape) {
+    if (__builtin_mul_overflow(n, d, &n) || n > kPlannerCapacity) beyond_any_machine();
+  }
   return n;
 }
 
@@ -32,9 +42,7 @@ char* reserve_host(int64_t bytes) {
   void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) {
-    throw DeviceError(
-        text("cannot reserve ", bytes, " bytes of host memory for activations: ", std::strerror(errno),
-             ". Lower train.micro_batch_size or data.sequence_length, or set train.recompute to \"block\"."));
+    throw DeviceError(text("cannot reserve ", bytes, " bytes of host memory: ", std::strerror(errno), ".", kWayOut));
   }
   return static_cast<char*>(p);
 }
@@ -88,6 +96,7 @@ Arena::~Arena() {
 
 void* Arena::take(int64_t bytes, bool from_bottom) {
   bytes = align_up(bytes);
+  if (planning_ && bottom_ + bytes > top_) beyond_any_machine();
   KESTREL_CHECK(bottom_ + bytes <= top_, "arena of ", capacity_, " bytes is full: ", bottom_, " kept, ",
                 capacity_ - top_, " in use as scratch, ", bytes, " wanted; the plan of this step was too small");
   if (from_bottom) {

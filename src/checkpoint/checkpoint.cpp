@@ -134,22 +134,39 @@ void LoadedCheckpoint::read_rows(const std::string& name, int64_t first, Tensor 
   contents_->copy_rows(name, first, rows, static_cast<char*>(out.data));
 }
 
-std::optional<LoadedCheckpoint> find_checkpoint(const std::string& root, std::vector<std::string>* rejected) {
-  const auto reject = [&](const std::string& why) {
-    if (rejected) rejected->push_back(why);
-  };
+std::string list_of(const std::vector<RejectedCheckpoint>& rejected) {
+  std::string list;
+  for (const RejectedCheckpoint& r : rejected) list += "\n  " + r.why;
+  return list;
+}
+
+std::optional<LoadedCheckpoint> find_checkpoint(const std::string& root, std::vector<RejectedCheckpoint>* rejected) {
   for (const CheckpointFolder& folder : list_checkpoints(root)) {
-    if (!folder.damage.empty()) {
-      reject(folder.damage);
-      continue;
-    }
+    std::string why = folder.damage;
     try {
-      return open_checkpoint(folder.path);
+      if (why.empty()) return open_checkpoint(folder.path);
     } catch (const DataError& e) {
-      reject(e.what());
+      why = e.what();
     }
+    if (rejected) rejected->push_back({folder.path, why});
   }
   return std::nullopt;
+}
+
+bool has_checkpoints(const std::string& root) {
+  return !list_checkpoints(root).empty();
+}
+
+std::string set_aside(const std::string& dir) {
+  std::string aside = dir + ".damaged";
+  std::error_code ec;
+  for (int n = 2; std::filesystem::exists(aside, ec); ++n) aside = text(dir, ".damaged.", n);
+  std::filesystem::rename(dir, aside, ec);
+  if (ec) {
+    throw DataError(text("cannot rename the damaged checkpoint ", dir, " to ", aside, ": ", ec.message(),
+                         ". Move it away by hand, or make its folder writable."));
+  }
+  return aside;
 }
 
 }  // namespace kestrel

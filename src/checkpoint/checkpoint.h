@@ -88,8 +88,22 @@ class LoadedCheckpoint {
 // is wrong with it.
 LoadedCheckpoint open_checkpoint(const std::string& dir);
 
-// The newest checkpoint under root that verifies, or nothing.  `rejected` (may be null) receives one line for every
+// A folder that did not verify.
+struct RejectedCheckpoint {
+  std::string dir, why;  // `why` names the folder too
+};
+// "\n  why" of each.
+std::string list_of(const std::vector<RejectedCheckpoint>& rejected);
+
+// The newest checkpoint under root that verifies, or nothing.  `rejected` (may be null) receives an entry for every
 // newer one that did not, with the reason.  A root that does not exist is an empty one.
-std::optional<LoadedCheckpoint> find_checkpoint(const std::string& root, std::vector<std::string>* rejected);
+std::optional<LoadedCheckpoint> find_checkpoint(const std::string& root, std::vector<RejectedCheckpoint>* rejected);
+
+// Whether there are any under root, good or not.
+bool has_checkpoints(const std::string& root);
+
+// Renames a rejected folder to NAME.damaged (NAME.damaged.2, ...): no save replaces it, no rotation removes it. Returns
+// its new path.
+std::string set_aside(const std::string& dir);
 
 }  // namespace kestrel

@@ -224,10 +224,14 @@ void check_rest(const Draft& d) {
 void fill_directories(Draft& d) {
   LogConfig& log = d.config.log;
   if (log.dir.empty()) log.dir = "runs/" + std::filesystem::path(d.name).stem().string();
-  if (d.config.checkpoint.dir.empty()) d.config.checkpoint.dir = log.dir + "/checkpoints";
+  if (d.config.checkpoint.dir.empty()) d.config.checkpoint.dir = default_checkpoint_dir(d.config);
 }
 
 }  // namespace
+
+std::string default_checkpoint_dir(const RunConfig& config) {
+  return config.log.dir + "/checkpoints";
+}
 
 void resolve_model(Draft& d) {
   check_required(d);

@@ -11,4 +11,7 @@ namespace kestrel {
 void resolve_model(Draft& draft);
 void resolve_run(Draft& draft);  // everything, the model first
 
+// Where checkpoints go when checkpoint.dir does not say.
+std::string default_checkpoint_dir(const RunConfig& config);
+
 }  // namespace kestrel

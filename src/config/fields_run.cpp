@@ -194,8 +194,8 @@ void add_outputs(std::vector<Field>& t) {
       .at_least(0);
   add(
       "checkpoint.resume",
-      "`auto`: from the newest checkpoint that verifies, else from the start; `never`: from the start; `must`: from a "
-      "checkpoint or not at all.",
+      "`auto`: from the newest checkpoint that verifies, from the start where there are none; `never`: from the start; "
+      "`must`: from a checkpoint or not at all.",
       [](auto& d) -> auto& { return d.config.checkpoint.resume; });
   add(
       "eval.every", "Steps between evaluations; 0: never.", [](auto& d) -> auto& { return d.config.eval.every; })

@@ -283,6 +283,11 @@ std::string to_json(const RunConfig& config) {
 std::string to_json(const ModelConfig& config) {
   return pretty(tree_of(config));
 }
+std::string to_portable_json(const RunConfig& config) {
+  nlohmann::ordered_json tree = tree_of(config);
+  if (config.checkpoint.dir == default_checkpoint_dir(config)) tree["checkpoint"].erase("dir");
+  return pretty(tree);
+}
 std::string config_hash(const RunConfig& config) {
   return hash_of(tree_of(config));
 }

@@ -170,7 +170,7 @@ struct ParallelConfig {  // data parallelism is what is left of the world size
 };
 
 struct CheckpointConfig {
-  enum class Resume { automatic, never, must };  // `auto`: the newest good checkpoint, else from the start
+  enum class Resume { automatic, never, must };  // `auto`: the newest good checkpoint; none at all: from the start
 
   std::string dir;         // default: <log.dir>/checkpoints
   int64_t every = 1000;    // steps; 0: only at the end and on a stop signal
@@ -266,6 +266,10 @@ ModelConfig parse_model_config(const std::string& json_text, const std::string& 
 // The resolved configuration: every field, in the order of the table; parsing it gives an equal value.
 std::string to_json(const RunConfig& config);
 std::string to_json(const ModelConfig& config);
+
+// As to_json, without a checkpoint.dir that is the default: what a run directory holds, so that a copy of it names its
+// own checkpoints.
+std::string to_portable_json(const RunConfig& config);
 
 // 16 hex digits, a function of the resolved values alone (FNV-1a over to_json without white space).
 std::string config_hash(const RunConfig& config);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <fstream>
 
@@ -101,6 +102,9 @@ ChoiceScores score_choices(Model& model, const Tokenizer& tokenizer, const Choic
     run(s);
     double sum = 0;
     for (float x : losses) sum -= static_cast<double>(x);
+    if (!std::isfinite(sum))
+      throw DivergedError(text("the log-probability of the choice \"", choice, "\" is ", sum,
+                               ": the weights are too large to compute with. Use an earlier checkpoint."));
     scores.log_probability.push_back(sum);
     scores.per_byte.push_back(sum / static_cast<double>(choice.size()));
   }

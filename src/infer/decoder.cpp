@@ -1,6 +1,7 @@
 #include "src/infer/decoder.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/core/elementwise.h"
 #include "kernels/embedding/embedding.h"
@@ -67,6 +68,9 @@ std::span<const float> Decoder::feed(std::span<const int32_t> tokens) {
     run(s, tokens.subspan(static_cast<size_t>(i), static_cast<size_t>(count)));
     length_ += count;
   }
+  if (!std::all_of(logits_.begin(), logits_.end(), [](float x) { return std::isfinite(x); }))
+    throw DivergedError(text("the logits after token ", length_,
+                             " are not finite: the weights are too large to compute with. Use an earlier checkpoint."));
   return logits_;
 }
 

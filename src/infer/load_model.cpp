@@ -1,6 +1,5 @@
 #include "src/infer/load_model.h"
 
-#include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -30,13 +29,7 @@ void from_checkpoint(InferenceModel& m, const LoadedCheckpoint& c) {
   m.config = m.run->model;
   m.trained_with = state.value(nlohmann::json::json_pointer("/data/tokenizer"), "");
   make_model(m);
-  const HostTensors weights = weights_of(m.model->parameters());  // views: the model is on the CPU
-  for (const NamedTensor& t : weights.list()) {
-    const Tensor in = c.tensor(t.name);
-    if (in.dtype != DType::f32 || in.numel() != t.tensor.numel())
-      throw DataError(text(c.dir, ": tensor \"", t.name, "\" is ", in.describe(), ", expected ", t.tensor.describe()));
-    std::memcpy(t.tensor.data, in.data, static_cast<size_t>(in.bytes()));
-  }
+  load_weights(m.model->parameters(), c);
 }
 
 void from_hf(InferenceModel& m, const std::string& dir) {
@@ -44,6 +37,17 @@ void from_hf(InferenceModel& m, const std::string& dir) {
   m.config = parse_model_config(read_file(dir + "/config.json"), dir + "/config.json");
   make_model(m);
   load_weights(m.model->parameters(), WeightSource(dir));
+}
+
+// Where the checkpoints of the run directory `path` are.  Inside the directory that the run was made in they are inside
+// `path`, which may be a copy, have been moved, or be seen from another folder; elsewhere they are where the run says.
+std::string checkpoints_of(const std::string& path) {
+  const std::string file = (fs::path(path) / "config.json").string();
+  const RunConfig run = parse_run_config(read_file(file), file);
+  const auto whole = [](const std::string& dir) { return fs::absolute(dir).lexically_normal(); };
+  const fs::path inside = whole(run.checkpoint.dir).lexically_relative(whole(run.log.dir));
+  if (*inside.begin() == "..") return run.checkpoint.dir;
+  return inside == "." ? path : (fs::path(path) / inside).string();
 }
 
 }  // namespace
@@ -56,18 +60,16 @@ const Tokenizer& InferenceModel::need_tokenizer() const {
 InferenceModel load_model(const std::string& path, const std::optional<std::string>& tokenizer) {
   InferenceModel m;
   const fs::path p(path);
-  std::vector<std::string> rejected;
   if (fs::exists(p / "manifest.json")) {
     from_checkpoint(m, open_checkpoint(path));
   } else if (fs::exists(p / "model.safetensors") || fs::exists(p / "model.safetensors.index.json")) {
     from_hf(m, path);
   } else if (fs::exists(p / "config.json")) {
-    const RunConfig run = parse_run_config(read_file(p / "config.json"), p / "config.json");
-    const auto found = find_checkpoint(run.checkpoint.dir, &rejected);
+    const std::string checkpoints = checkpoints_of(path);
+    std::vector<RejectedCheckpoint> rejected;
+    const auto found = find_checkpoint(checkpoints, &rejected);
     if (!found) {
-      std::string why;
-      for (const std::string& r : rejected) why += "\n  " + r;
-      throw DataError(text(path, ": no good checkpoint in ", run.checkpoint.dir, why,
+      throw DataError(text(path, ": no good checkpoint in ", checkpoints, list_of(rejected),
                            "\nTrain first, or name a checkpoint folder."));
     }
     from_checkpoint(m, *found);

@@ -148,12 +148,18 @@ void Model::backward(const Pass& pass, const MicroBatch& batch, Tensor dx) {
   }
   Tensor dprefix = s.temp({N, D});
   fill_zero(s, dprefix);
-  size_t rows = dcompleted.size();
-  residual_site_backward(s, passages_.back(), site_grads(sites_.back(), dcompleted, rows, dprefix), dx);
+  size_t rows = dcompleted.size();  // completed in front of the site in hand
+  const auto site_of = [&](size_t i) {
+    ResidualSite site = passages_[i];
+    site.completed.assign(completed_.begin(), completed_.begin() + static_cast<ptrdiff_t>(rows));
+    return site;
+  };
+  residual_site_backward(s, site_of(sublayers_.size()), site_grads(sites_.back(), dcompleted, rows, dprefix), dx);
 
   for (size_t i = sublayers_.size(); i-- > 0;) {
     ScratchScope inner(s);
-    ResidualSite site = passages_[i];
+    if (sites_[i].closes) --rows;
+    ResidualSite site = site_of(i);
     if (pass.recompute != Recompute::none) {
       if (site.mixes()) {
         site.h = s.temp({N, D}, pass.dtype);
@@ -172,7 +178,7 @@ void Model::backward(const Pass& pass, const MicroBatch& batch, Tensor dx) {
     const Tensor dsite = dx;  // the head's gradient is done with
     sublayers_[i]->backward(pass, dsite, dy, site.y);
     // In front of a closing site lies the prefix that became a row: its gradient is what later sites left there.
-    if (sites_[i].closes) dprefix = dcompleted[--rows];
+    if (sites_[i].closes) dprefix = dcompleted[rows];
     residual_site_backward(s, site, site_grads(sites_[i], dcompleted, rows, dprefix), dsite);
   }
   embedding_backward(s, embed_->g, dprefix, batch.tokens.view({N}));

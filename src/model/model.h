@@ -101,6 +101,9 @@ class Model {
   std::vector<MoeLayer*> moe_;
   std::vector<std::string> moe_names_;
   std::vector<MlaLayer*> mla_;
+  // What forward leaves to backward.  The completed rows of every site are the first ones of one list: a copy in each
+  // would grow with the square of the depth.
+  std::vector<Tensor> completed_;
   std::vector<ResidualSite> passages_;
 };
 
@@ -112,19 +115,20 @@ Tensor Model::forward(const Pass& pass, const MicroBatch& batch, Apply&& apply) 
   passages_.clear();
   Tensor prefix = s.arena->keep({N, D}, pass.dtype, "residual"), delta;
   embed(pass, batch, prefix);
-  std::vector<Tensor> completed;
+  completed_.clear();
   for (size_t i = 0; i <= sublayers_.size(); ++i) {
     const bool last = i == sublayers_.size();
     // The sublayer's output outlives its scratch; it is itself a source where its site closes the prefix.
     Tensor out = last ? Tensor{} : s.arena->keep({N, D}, pass.dtype, "residual");
     ScratchScope scope(s);
-    ResidualSite site = make_site(pass, sites_[i], completed, prefix, delta, keep_vectors || last);
+    ResidualSite site = make_site(pass, sites_[i], completed_, prefix, delta, keep_vectors || last);
     residual_site_forward(s, site);
+    site.completed = {};
     passages_.push_back(site);
     if (last) break;
     prefix = site.prefix;
     if (sites_[i].closes) {
-      completed.push_back(prefix);
+      completed_.push_back(prefix);
       prefix = {};
     }
     apply(i, out, site.y);

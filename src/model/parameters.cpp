@@ -93,6 +93,11 @@ Block* ParameterStore::declare(int64_t cols, std::vector<Member> members, bool k
       b.rows = std::max(b.rows, m.row + m.row_stride * (m.count - 1) + m.rows);
     }
   }
+  constexpr double kMostElements = 0x1p58;  // 2^60 bytes in fp32: an arena's most
+  if (static_cast<double>(elements_) + static_cast<double>(b.rows) * static_cast<double>(cols) > kMostElements) {
+    throw DeviceError(text("the model has more than 2^58 parameters at ", b.members[0].name, ", a matrix of ", b.rows,
+                           " x ", cols, ". Lower model.hidden_size, model.num_hidden_layers or model.vocab_size."));
+  }
   b.offset = elements_;
   elements_ += (b.numel() + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
   return &b;

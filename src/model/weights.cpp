@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <set>
 
@@ -82,7 +83,23 @@ void unpack_mxfp4(const WeightSource& source, const std::string& name, Tensor ou
   mxfp4_unpack(s, out, packed, scale);
 }
 
+void put(ParameterStore& store, const NamedParameter& p, const Tensor& values, const std::string& where) {
+  check_finite(where, p.name, values);
+  if (store.allocated()) store.write(p, values.f32());
+}
+
 }  // namespace
+
+void check_finite(const std::string& where, const std::string& name, const Tensor& t) {
+  const float* x = t.f32();
+  bool all = true;  // without an early end the loop is vectorised
+  for (int64_t i = 0; i < t.numel(); ++i) all &= std::isfinite(x[i]);
+  if (all) return;
+  const int64_t at = std::find_if_not(x, x + t.numel(), [](float v) { return std::isfinite(v); }) - x;
+  throw DataError(text(where, ": tensor \"", name, "\" holds ", x[at], " at element ", at, " of ", t.numel(),
+                       "; values must be finite. It is damaged, or was saved by something that had diverged: use an "
+                       "earlier checkpoint, or make it anew."));
+}
 
 void load_weights(ParameterStore& store, const WeightSource& source) {
   Complaints wrong;
@@ -96,7 +113,7 @@ void load_weights(ParameterStore& store, const WeightSource& source) {
     if (mxfp4.count(p.name)) {
       used.insert({p.name + "_packed", p.name + "_scale"});
       unpack_mxfp4(source, p.name, out, wrong);
-      store.write(p, host.data());
+      put(store, p, out, source.path());
       return;
     }
     used.insert(p.name);
@@ -112,12 +129,24 @@ void load_weights(ParameterStore& store, const WeightSource& source) {
       return;
     }
     convert(out.f32(), e, out.numel(), p.name);
-    store.write(p, host.data());
+    put(store, p, out, source.path());
   });
   for (const std::string& name : source.names()) {
     if (!used.count(name)) wrong.add(text(name, ": unexpected"));
   }
   wrong.raise(source.path(), "Compare its config.json with the model section of the run file.");
+}
+
+void load_weights(ParameterStore& store, const LoadedCheckpoint& checkpoint) {
+  store.for_each([&](const NamedParameter& p) {
+    const Tensor in = checkpoint.tensor(p.name);
+    const int64_t n = p.member->rows * p.member->block->cols;
+    if (in.dtype != DType::f32 || in.numel() != n) {
+      throw DataError(text(checkpoint.dir, ": tensor \"", p.name, "\" is ", in.describe(), ", expected F32 ",
+                           shape_text(p.shape), ". Use the run file it was made with."));
+    }
+    put(store, p, in, checkpoint.dir);
+  });
 }
 
 void HostTensors::add(Stream& s, const std::string& name, const std::vector<int64_t>& shape, Tensor t) {

@@ -12,6 +12,7 @@ namespace kestrel {
 
 struct Log::Sinks {
   std::unique_ptr<spdlog::logger> logger;
+  std::string failure;
 };
 
 Log::Log(const LogOptions& options) : sinks_(std::make_unique<Sinks>()) {
@@ -31,6 +32,8 @@ Log::Log(const LogOptions& options) : sinks_(std::make_unique<Sinks>()) {
     sinks.back()->set_pattern("%Y-%m-%d %H:%M:%S.%e %l %v");
   }
   sinks_->logger = std::make_unique<spdlog::logger>("kestrel", sinks.begin(), sinks.end());
+  // spdlog would catch what is thrown in here, print it and go on.
+  sinks_->logger->set_error_handler([sinks = sinks_.get()](const std::string& why) { sinks->failure = why; });
   sinks_->logger->set_level(spdlog::level::info);
   sinks_->logger->flush_on(spdlog::level::info);
 }
@@ -46,6 +49,8 @@ void Log::put(Level level, const std::string& line) {
                                          : spdlog::level::err;
   // As an argument, never as a format: the line may hold braces.
   sinks_->logger->log(to, "{}", prefix + line);
+  if (!sinks_->failure.empty())
+    throw DataError(text("cannot write the log: ", sinks_->failure, ". Free space, or set log.dir elsewhere."));
 }
 
 }  // namespace kestrel

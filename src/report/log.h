@@ -17,7 +17,8 @@ struct LogOptions {
 
 class Log {
  public:
-  explicit Log(const LogOptions& options = {});  // DataError when the file cannot be opened
+  explicit Log(
+      const LogOptions& options = {});  // DataError when the file cannot be opened; later, when it cannot be written
   ~Log();
   Log(Log&&) noexcept;
   Log& operator=(Log&&) noexcept;

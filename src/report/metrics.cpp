@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -92,6 +93,23 @@ std::string content_of(const std::string& path) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
+// Moves what an earlier run wrote out of the way of a fresh one; returns its new name, or nothing.
+std::string keep_earlier(const std::string& path) {
+  namespace fs = std::filesystem;
+  std::error_code ec;
+  if (!fs::is_regular_file(path, ec) || fs::file_size(path, ec) == 0) return {};
+  const fs::path p(path);
+  fs::path aside;
+  for (int n = 1; aside.empty() || fs::exists(aside, ec); ++n)
+    aside = p.parent_path() / text(p.stem().string(), ".", n, p.extension().string());
+  fs::rename(p, aside, ec);
+  if (ec) {
+    throw DataError(text("cannot rename ", path, " of an earlier run to ", aside.string(), ": ", ec.message(),
+                         ". Move it away by hand, or set log.dir elsewhere."));
+  }
+  return aside.string();
+}
+
 }  // namespace
 
 std::string to_json(const MetricLine& line) {
@@ -101,7 +119,8 @@ std::string to_json(const MetricLine& line) {
 }
 
 MetricsWriter::MetricsWriter(const std::string& path, int64_t resumed_step)
-    : file_(path, "Free space or set log.dir elsewhere, then resume from the last checkpoint.") {
+    : kept_(resumed_step > 0 ? "" : keep_earlier(path)),
+      file_(path, "Free space or set log.dir elsewhere, then resume from the last checkpoint.") {
   file_.truncate(resumed_step > 0 ? static_cast<int64_t>(bytes_kept(content_of(path), resumed_step)) : 0);
 }
 

@@ -26,15 +26,20 @@ std::string to_json(const MetricLine& line);
 class MetricsWriter {
  public:
   // Opens `path` to append.  `resumed_step` = the step of the checkpoint the run goes on from (0: a fresh run, the file
-  // starts empty): lines of later steps, and a last line that a kill left unfinished, are cut off.  So the file of a
-  // resumed run is that of an uninterrupted one, but for its times - provided all lines of a step are written before
-  // its checkpoint is saved.  DataError with the system's reason.
+  // starts empty, and an earlier run's is renamed: metrics.1.jsonl, metrics.2.jsonl, ...): lines of later steps, and a
+  // last line that a kill left unfinished, are cut off.  So the file of a resumed run is that of an uninterrupted one,
+  // but for its times - provided all lines of a step are written before its checkpoint is saved.  DataError with the
+  // system's reason.
   MetricsWriter(const std::string& path, int64_t resumed_step);
+
+  // Where an earlier run's lines are now; empty: there were none.
+  const std::string& kept() const { return kept_; }
 
   // The line must have an integer "step".
   void write(const MetricLine& line);
 
  private:
+  std::string kept_;
   AppendFile file_;
 };
 

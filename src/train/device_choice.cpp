@@ -1,5 +1,10 @@
 #include "src/train/device_choice.h"
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+
 #include "kernels/core/device.h"
 
 namespace kestrel {
@@ -11,7 +16,17 @@ Device choose_device(const TrainConfig& config) {
   if (gpus.count > 0) return Device::cuda;
   if (config.device == Choice::automatic) return Device::cpu;
   throw DeviceError(text("train.device is \"cuda\", but there is no GPU to train on: ", gpus.reason,
-                         " Set train.device to \"auto\" or \"cpu\" to train on the CPU."));
+                         ". Set train.device to \"auto\" or \"cpu\" to train on the CPU."));
+}
+
+int64_t device_memory(Device device) {
+  if (device == Device::cuda) return device_properties(0).memory;
+  int64_t bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE), limit = 0;
+  // The two versions of control groups, as a container sees its own; "max" is no number and no limit.
+  for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+    if (std::ifstream(file) >> limit) bytes = std::min(bytes, limit);
+  }
+  return bytes;
 }
 
 DType working_dtype(const TrainConfig& config, Device device) {

@@ -11,6 +11,9 @@ namespace kestrel {
 // DeviceError.
 Device choose_device(const TrainConfig& config);
 
+// Bytes of memory it has in all.  The CPU's: the machine's, or the share that a control group leaves this process.
+int64_t device_memory(Device device);
+
 // The CPU computes in fp32 whatever train.precision says; start-up lines say so.
 DType working_dtype(const TrainConfig& config, Device device);
 

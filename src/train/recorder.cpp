@@ -1,29 +1,14 @@
 #include "src/train/recorder.h"
 
-#include <unistd.h>
-
-#include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 
 #include "src/checkpoint/files.h"
 #include "src/report/html.h"
 
 namespace kestrel {
 namespace {
-
-std::string make_run_directory(const std::string& dir) {
-  std::error_code error;
-  std::filesystem::create_directories(dir, error);
-  if (error || access(dir.c_str(), W_OK) != 0) {
-    throw DataError(text("cannot write to the run directory ", dir, ": ",
-                         error ? error.message() : std::strerror(errno),
-                         ". Choose another log.dir, or make this one writable."));
-  }
-  return dir;
-}
 
 std::string format(const char* pattern, double value) {
   char out[48];
@@ -36,19 +21,20 @@ std::string format(const char* pattern, double value) {
 Recorder::Recorder(const RunConfig& config, int64_t resumed_step, int64_t total_steps)
     : config_(config),
       total_(total_steps),
-      log_(LogOptions{true, make_run_directory(config.log.dir) + "/log.txt"}),
+      log_(LogOptions{true, config.log.dir + "/log.txt"}),
       metrics_(config.log.dir + "/metrics.jsonl", resumed_step),
       progress_("train", total_steps, resumed_step) {
-  write_file(config.log.dir + "/config.json", to_json(config));
+  write_file(config.log.dir + "/config.json", to_portable_json(config));
   if (config.log.tensorboard)
     tensorboard_ = std::make_unique<TensorBoardWriter>(config.log.dir + "/tensorboard", resumed_step);
 }
 
-void Recorder::start(const std::string& description, const std::string& resumed_from,
-                     const std::vector<std::string>& rejected) {
+void Recorder::start(const std::string& description, const std::vector<std::string>& warnings,
+                     const std::string& resumed_from, const std::vector<std::string>& changes) {
   log_.info("Kestrel: run directory ", config_.log.dir, "\n", description);
-  for (const std::string& r : rejected) log_.warn("checkpoint not used: ", r);
+  for (const std::string& w : warnings) log_.warn(w);
   if (!resumed_from.empty()) log_.info("resuming from ", resumed_from);
+  for (const std::string& c : changes) log_.info("changed since it was saved: ", c);
 }
 
 void Recorder::step(const StepRecord& r) {
@@ -100,7 +86,11 @@ void Recorder::evaluation(const EvalRecord& r) {
   metrics_.write(line);
   if (tensorboard_)
     tensorboard_->write(r.step, {{"validation/loss", r.loss}, {"validation/bits_per_byte", r.bits_per_byte}});
-  log_.info("step ", r.step, last_eval_.substr(2));
+  if (std::isfinite(r.loss)) {
+    log_.info("step ", r.step, last_eval_.substr(2));
+  } else {
+    log_.warn("step ", r.step, ": the validation loss is ", r.loss);
+  }
 }
 
 void Recorder::checkpoint(int64_t step, const std::string& dir) {

@@ -32,10 +32,15 @@ struct EvalRecord {
 
 class Recorder {
  public:
-  // Makes the run directory.  `resumed_step` = 0: a fresh run.  DataError when the folder cannot be written.
+  // The run directory must be there.  `resumed_step` = 0: a fresh run.  DataError when a file cannot be written.
   Recorder(const RunConfig& config, int64_t resumed_step, int64_t total_steps);
 
-  void start(const std::string& description, const std::string& resumed_from, const std::vector<std::string>& rejected);
+  // Where the metrics of an earlier run are now; empty: there were none.
+  const std::string& kept_metrics() const { return metrics_.kept(); }
+
+  // `resumed_from`: a checkpoint's folder, or empty; `changes`: of the run file since then.
+  void start(const std::string& description, const std::vector<std::string>& warnings, const std::string& resumed_from,
+             const std::vector<std::string>& changes);
   void step(const StepRecord& r);
   void evaluation(const EvalRecord& r);
   void checkpoint(int64_t step, const std::string& dir);

@@ -1,5 +1,7 @@
 #include "src/train/train_state.h"
 
+#include <algorithm>
+
 #include "kernels/core/error.h"
 #include "src/checkpoint/json_strict.h"
 
@@ -11,17 +13,26 @@ using nlohmann::ordered_json;
 
 constexpr int kFormat = 1;
 
-// "num_experts: 8 there, 16 here", up to five.
-void differences(const json& there, const json& here, const std::string& path, std::string* out, int* count) {
+struct Difference {
+  std::string path, there, here;
+};
+
+void find_differences(const json& there, const json& here, const std::string& path, std::vector<Difference>& out) {
   for (const auto& [key, value] : here.items()) {
     const json other = there.is_object() && there.contains(key) ? there[key] : json();
     if (other == value) continue;
     if (value.is_object()) {
-      differences(other, value, path + key + ".", out, count);
-    } else if (++*count <= 5) {
-      *out += "\n  " + path + key + ": " + other.dump() + " there, " + value.dump() + " here";
+      find_differences(other, value, path + key + ".", out);
+    } else {
+      out.push_back({path + key, other.dump(), value.dump()});
     }
   }
+}
+
+std::vector<Difference> differences(const std::string& there, const std::string& here, const std::string& path) {
+  std::vector<Difference> out;
+  find_differences(json::parse(there), json::parse(here), path, out);
+  return out;
 }
 
 }  // namespace
@@ -80,11 +91,12 @@ void check_resumable(const TrainState& saved, const TrainState& run, int64_t tot
                      const std::string& checkpoint) {
   const std::string fresh = " To start over instead, choose another checkpoint.dir or set checkpoint.resume=never.";
   if (saved.model_hash != run.model_hash) {
+    const std::vector<Difference> all = differences(saved.model_json, run.model_json, "model.");
     std::string list;
-    int count = 0;
-    differences(json::parse(saved.model_json), json::parse(run.model_json), "model.", &list, &count);
-    throw DataError(text(checkpoint, " is a checkpoint of another model: ", count, " field(s) differ", list,
-                         count > 5 ? "\n  ..." : "", "\nUse the run file it was made with.", fresh));
+    for (size_t i = 0; i < std::min<size_t>(all.size(), 5); ++i)
+      list += text("\n  ", all[i].path, ": ", all[i].there, " there, ", all[i].here, " here");
+    throw DataError(text(checkpoint, " is a checkpoint of another model: ", all.size(), " field(s) differ", list,
+                         all.size() > 5 ? "\n  ..." : "", "\nUse the run file it was made with.", fresh));
   }
   const auto same = [&](const char* field, const auto& there, const auto& here) {
     if (there == here) return;
@@ -106,6 +118,13 @@ void check_resumable(const TrainState& saved, const TrainState& run, int64_t tot
     throw ConfigError(text(checkpoint, " is at step ", saved.step, ", beyond this run's ", total_steps,
                            " steps. Raise train.steps, or set checkpoint.resume=never."));
   }
+}
+
+std::vector<std::string> changed_fields(const TrainState& saved, const TrainState& run) {
+  std::vector<std::string> out;
+  for (const Difference& d : differences(saved.config_json, run.config_json, ""))
+    out.push_back(text(d.path, ": ", d.there, " -> ", d.here));
+  return out;
 }
 
 }  // namespace kestrel

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "src/config/run_config.h"
 
@@ -33,5 +34,8 @@ struct TrainState {
 // fields), other data or another sampler (DataError), or a step beyond the run's end (ConfigError).
 void check_resumable(const TrainState& saved, const TrainState& run, int64_t total_steps,
                      const std::string& checkpoint);
+
+// What of the run file differs all the same, a line each: "train.seed: 1 -> 2".
+std::vector<std::string> changed_fields(const TrainState& saved, const TrainState& run);
 
 }  // namespace kestrel

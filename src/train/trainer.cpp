@@ -5,17 +5,16 @@
 #include <cmath>
 #include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <numbers>
 
 #include "kernels/core/device.h"
 #include "kernels/core/transfer.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/loss/loss.h"
-#include "src/checkpoint/checkpoint.h"
 #include "src/data/tokenizer.h"
 #include "src/model/weights.h"
 #include "src/train/device_choice.h"
-#include "src/train/plan.h"
 #include "src/train/schedule.h"
 #include "src/train/stop_signal.h"
 
@@ -34,11 +33,16 @@ double milliseconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
-Trainer::Trainer(const RunConfig& config)
-    : config_(config), device_(choose_device(config.train)), total_steps_(config.total_steps()) {
+Trainer::Trainer(const RunConfig& config, Purpose purpose)
+    : config_(config), purpose_(purpose), device_(choose_device(config.train)), total_steps_(config.total_steps()) {
+  if (device_ == Device::cuda) use_device(0);
+  plan_ = plan_run(config_);
+  check_memory();
   open_data();
+  claim_directories();
   build_model();
-  resume();
+  identify();
+  start();
 }
 
 Trainer::~Trainer() = default;
@@ -81,26 +85,49 @@ void Trainer::open_data() {
                                     MicroRange{0, config_.train.global_batch_size / config_.train.micro_batch_size});
 }
 
+void Trainer::check_memory() const {
+  const int64_t needed = plan_.total_bytes(), there = device_memory(device_);
+  if (needed <= there) return;
+  const auto gib = [](int64_t n) { return static_cast<double>(n) / 0x1p30; };
+  const ModelConfig& m = config_.model;
+  throw DeviceError(
+      text("this run needs ", gib(needed), " GiB of memory, ", device_ == Device::cuda ? "the GPU" : "this machine",
+           " has ", gib(there), " GiB. What decides: model.hidden_size ", m.hidden_size, ", model.num_hidden_layers ",
+           m.num_hidden_layers, ", model.vocab_size ", m.vocab_size, ", model.num_experts ", m.num_experts,
+           ", train.micro_batch_size ", config_.train.micro_batch_size, ", data.sequence_length ",
+           config_.data.sequence_length, ", train.recompute \"", to_string(config_.train.recompute),
+           "\". Lower one of them; kestrel plan shows where the bytes go."));
+}
+
+void Trainer::claim_directories() {
+  const std::string &run = config_.log.dir, &checkpoints = config_.checkpoint.dir;
+  run_claim_.emplace(run, "run directory", "log.dir");
+  std::error_code ec;
+  if (!std::filesystem::equivalent(run, checkpoints, ec))
+    checkpoint_claim_.emplace(checkpoints, "checkpoint directory", "checkpoint.dir");
+}
+
 void Trainer::build_model() {
-  if (device_ == Device::cuda) use_device(0);
-  queue_ = std::make_unique<DeviceQueue>(device_);
+  const bool dry = purpose_ == Purpose::dry_run;
   pass_ = pass_options(config_.train, device_);
   model_ = std::make_unique<Model>(config_.model);
-  model_->parameters().allocate(device_, pass_.dtype, /*gradients=*/true);
-  optimizer_ = std::make_unique<Optimizer>(model_->parameters(), config_.optimizer, device_);
+  if (dry) {
+    model_->parameters().plan(device_, pass_.dtype);
+  } else {
+    model_->parameters().allocate(device_, pass_.dtype, /*gradients=*/true);
+  }
+  optimizer_ = std::make_unique<Optimizer>(model_->parameters(), config_.optimizer, device_, /*planned=*/dry);
+  // One arena for all steps.
+  arena_ = std::make_unique<Arena>(dry ? Arena::planner(device_) : Arena(device_, plan_.arena_bytes));
+  stream_ = std::make_unique<Stream>(*arena_);
+  if (dry) return;
 
+  queue_ = std::make_unique<DeviceQueue>(device_);
+  stream_->queue = queue_->get();
   Arena planner = Arena::planner(device_);
   allocate_state(planner);
   state_memory_ = std::make_unique<Arena>(device_, planner.peak());
   allocate_state(*state_memory_);
-
-  // One arena for all steps.
-  const int64_t B = config_.train.micro_batch_size, n = B * config_.data.sequence_length;
-  const int64_t bytes = planned_bytes(
-      device_, [&](Stream& s) { plan_step(s, *model_, *optimizer_, batch_.rows(0, B), losses_.slice(0, n), pass_); });
-  arena_ = std::make_unique<Arena>(device_, bytes);
-  stream_ = std::make_unique<Stream>(*arena_);
-  stream_->queue = queue_->get();
 }
 
 // The model's statistics, the ids and the losses of a whole global batch.
@@ -117,7 +144,7 @@ void Trainer::allocate_state(Arena& arena) {
   auxiliary_memory_ = PinnedBuffer(device_, layers * size_of(DType::f32));
 }
 
-void Trainer::resume() {
+void Trainer::identify() {
   state_.model_hash = config_hash(config_.model);
   state_.model_json = to_json(config_.model);
   state_.config_json = to_json(config_);
@@ -128,40 +155,47 @@ void Trainer::resume() {
   state_.data_seed = config_.data.seed;
   state_.shuffle = config_.data.shuffle;
   state_.optimizer_type = to_string(config_.optimizer.type);
+}
 
-  using Resume = CheckpointConfig::Resume;
-  if (config_.checkpoint.resume != Resume::never) {
-    if (const auto found = find_checkpoint(config_.checkpoint.dir, &rejected_)) {
-      restore(*found);
-      return;
-    }
-    if (config_.checkpoint.resume == Resume::must) {
-      std::string why;
-      for (const std::string& r : rejected_) why += "\n  " + r;
-      throw DataError(text("checkpoint.resume is \"must\", but ", config_.checkpoint.dir, " holds no good checkpoint.",
-                           why, "\nPoint checkpoint.dir at the run to continue, or set checkpoint.resume=auto."));
-    }
-  }
-  if (config_.train.init_from) {
+void Trainer::start() {
+  if (const auto checkpoint = checkpoint_to_resume()) {
+    restore(*checkpoint);
+  } else if (config_.train.init_from) {
     load_weights(model_->parameters(), WeightSource(*config_.train.init_from));
-  } else {
+  } else if (purpose_ == Purpose::train) {
     model_->parameters().initialize(static_cast<uint64_t>(config_.train.seed));
   }
+}
+
+// Nothing: the run starts at step 0.  Where all checkpoints are damaged that is for the user to say.
+std::optional<LoadedCheckpoint> Trainer::checkpoint_to_resume() {
+  using Resume = CheckpointConfig::Resume;
+  const CheckpointConfig& c = config_.checkpoint;
+  if (c.resume == Resume::never) return std::nullopt;
+  auto found = find_checkpoint(c.dir, &rejected_);
+  if (!found && (c.resume == Resume::must || !rejected_.empty())) {
+    throw DataError(text("checkpoint.resume is \"", to_string(c.resume), "\", but ", c.dir,
+                         " holds no good checkpoint.", list_of(rejected_),
+                         "\nPoint checkpoint.dir at the run to continue, or set ",
+                         "checkpoint.resume=never to start over."));
+  }
+  return found;
 }
 
 void Trainer::restore(const LoadedCheckpoint& checkpoint) {
   const TrainState saved = TrainState::from_json(checkpoint.train_state_json, checkpoint.dir);
   check_resumable(saved, state_, total_steps_, checkpoint.dir);
+  changes_ = changed_fields(saved, state_);
+  load_weights(model_->parameters(), checkpoint);
   const auto copy = [&](const std::string& name, Tensor out) {
     const Tensor in = checkpoint.tensor(name);
     if (in.dtype != out.dtype || in.numel() != out.numel()) {
       throw DataError(
           text(checkpoint.dir, ": tensor \"", name, "\" is ", in.describe(), ", expected ", out.describe()));
     }
+    check_finite(checkpoint.dir, name, in);
     upload(*stream_, out, in.view({out.rows(), out.cols()}));
   };
-  model_->parameters().for_each([&](const NamedParameter& p) { copy(p.name, p.rows_of(p.member->block->master)); });
-  model_->parameters().refresh_working(*stream_);
   optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>&, Tensor t) { copy(name, t); });
   state_.step = saved.step;
   state_.updates = saved.updates;
@@ -327,7 +361,7 @@ Trainer::EvalResult Trainer::evaluate() {
 
 ExitCode Trainer::run() {
   recorder_ = std::make_unique<Recorder>(config_, state_.step, total_steps_);
-  recorder_->start(description(), resumed_from_, rejected_);
+  recorder_->start(description(), start_warnings(), resumed_from_, changes_);
   StopSignal stop;
   const bool evaluates = validation_data_ && config_.eval.every > 0;
 
@@ -370,6 +404,19 @@ ExitCode Trainer::run() {
   return finish(stop.received());
 }
 
+// What of an earlier run is not used, and where it stays.
+std::vector<std::string> Trainer::start_warnings() {
+  std::vector<std::string> out;
+  for (const RejectedCheckpoint& r : rejected_)
+    out.push_back(text("checkpoint not used: ", r.why, "; kept as ", set_aside(r.dir)));
+  if (!recorder_->kept_metrics().empty())
+    out.push_back(text("starting over: the metrics of an earlier run are kept as ", recorder_->kept_metrics()));
+  if (config_.checkpoint.resume == CheckpointConfig::Resume::never && has_checkpoints(config_.checkpoint.dir))
+    out.push_back(text("starting over: the checkpoints of an earlier run in ", config_.checkpoint.dir,
+                       " give way to this run's (checkpoint.keep)"));
+  return out;
+}
+
 ExitCode Trainer::finish(int signal) {
   save();
   const bool complete = state_.step >= total_steps_;
@@ -382,8 +429,7 @@ ExitCode Trainer::finish(int signal) {
 }
 
 std::string Trainer::description() const {
-  const Plan plan = plan_run(config_);
-  std::string s = plan_text(config_, plan);
+  std::string s = plan_text(config_, plan_);
   if (device_ == Device::cuda) {
     s += text("back end     cuda, ", pass_.dtype == DType::bf16 ? "bf16" : "fp32", "; ", device_properties(0).name,
               "\n");

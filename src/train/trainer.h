@@ -13,10 +13,13 @@
 #include "kernels/core/device.h"
 #include "kernels/core/profile.h"
 #include "kernels/core/transfer.h"
+#include "src/checkpoint/checkpoint.h"
 #include "src/config/run_config.h"
 #include "src/data/loader.h"
 #include "src/model/model.h"
+#include "src/train/directory_claim.h"
 #include "src/train/optimizer.h"
+#include "src/train/plan.h"
 #include "src/train/recorder.h"
 #include "src/train/train_state.h"
 
@@ -24,8 +27,11 @@ namespace kestrel {
 
 class Trainer {
  public:
-  // Opens data, builds the model, finds the checkpoint to resume.  Nothing on disk is changed.
-  explicit Trainer(const RunConfig& config);
+  // `dry_run`: everything is checked as for training, over planners instead of memory; only `description` may follow.
+  enum class Purpose { train, dry_run };
+  // Compares the plan with the machine, opens data, claims the run's directories, builds the model, reads the
+  // checkpoint to resume or the weights to start from.  What is on disk stays as it is, but for the claims' lock files.
+  explicit Trainer(const RunConfig& config, Purpose purpose = Purpose::train);
   ~Trainer();
 
   // What --dry-run prints.
@@ -56,9 +62,14 @@ class Trainer {
 
  private:
   void open_data();
+  void check_memory() const;
+  void claim_directories();
   void build_model();
-  void resume();
-  void restore(const class LoadedCheckpoint& checkpoint);
+  void identify();
+  void start();
+  std::optional<LoadedCheckpoint> checkpoint_to_resume();
+  void restore(const LoadedCheckpoint& checkpoint);
+  std::vector<std::string> start_warnings();
   void save();
   void allocate_state(Arena& arena);
   MicroBatch upload_batch(const Batch& b, int64_t row);
@@ -69,7 +80,10 @@ class Trainer {
   ExitCode finish(int signal);
 
   RunConfig config_;
+  Purpose purpose_;
   Device device_;
+  std::optional<DirectoryClaim> run_claim_, checkpoint_claim_;
+  Plan plan_;
   int64_t total_steps_ = 0;
   std::unique_ptr<DeviceQueue> queue_;
   std::unique_ptr<TokenDataset> train_data_, validation_data_;
@@ -88,7 +102,8 @@ class Trainer {
   Model::PassOptions pass_;
   TrainState state_;
   std::string resumed_from_;
-  std::vector<std::string> rejected_;
+  std::vector<std::string> changes_;  // of the run file since the checkpoint
+  std::vector<RejectedCheckpoint> rejected_;
   int64_t saved_step_ = -1;
 };
 

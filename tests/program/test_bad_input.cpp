@@ -231,6 +231,8 @@ TEST_F(BadCheckpoint, FlippedBitFallsBackToTheOlderOneAndSaysSo) {
   EXPECT_NE(o.all().find("step_00000006"), std::string::npos) << o.all();
   EXPECT_NE(o.all().find("resuming from " + folder(4)), std::string::npos) << o.all();
   EXPECT_EQ(metrics_of(out_).size(), 8u);
+  EXPECT_NE(o.all().find("kept as " + folder(6) + ".damaged"), std::string::npos) << o.all();
+  EXPECT_EQ(read_text(folder(6) + ".damaged/shard-00000-00000.safetensors"), damaged);
   // The steps after 4 were done again: step 6 is whole again, and step 8 is that of a run that saw no damage.
   EXPECT_NE(read_text(shard(6)), damaged);
   json undisturbed = run();
@@ -256,8 +258,11 @@ TEST_F(BadCheckpoint, NoGoodOneLeft) {
   const auto before = files_of(out_);
   expect_refusal(longer({"checkpoint.resume=must"}), kData,
                  {"checkpoint.resume", "must", out_ + "/checkpoints", "step_00000002", "step_00000004", "step_00000006",
-                  "checkpoint.resume=auto"});
+                  "checkpoint.resume=never"});
+  expect_refusal(longer(), kData, {"checkpoint.resume", "auto", "step_00000006", "checkpoint.resume=never"});
   EXPECT_EQ(files_of(out_), before);
+  must(longer({"checkpoint.resume=never"}));
+  EXPECT_EQ(metrics_of(out_).size(), 8u);
   expect_refusal(train(run(), {"checkpoint.resume=must", "checkpoint.dir=" + (dir_ / "nowhere")}), kData,
                  {"checkpoint.resume", "nowhere"});
   EXPECT_FALSE(std::filesystem::exists(dir_ / "nowhere"));
@@ -339,5 +344,5 @@ TEST_F(BadInput, DiskThatFillsInOtherCommands) {
 TEST_F(BadInput, DeviceThatIsNotThere) {
   CommandOptions no_gpu;
   no_gpu.setting["CUDA_VISIBLE_DEVICES"] = "";
-  refused(train(run(), {"train.device=cuda"}, no_gpu), 4, {"train.device", "cuda", "cpu"});
+  refused(train(run(), {"train.device=cuda"}, no_gpu), 4, {"train.device", "cuda", ". Set train.device to", "cpu"});
 }

@@ -62,3 +62,14 @@ TEST(Plan, CountsWhatTrainingAllocates) {
   }
   EXPECT_EQ(plan["parameters"]["total"], elements);
 }
+
+// Every site of the residual mixes all rows before it; none may hold a list of its own.
+TEST(Plan, MemoryGrowsWithTheDepthNotItsSquare) {
+  const TempDir dir;
+  json run = tiny_run("none", dir / "run");
+  run["model"]["num_hidden_layers"] = 4000;
+  write_text(dir / "run.json", run.dump());
+  const Outcome o = must(program({"plan", dir / "run.json"}));
+  EXPECT_LT(o.peak_bytes, int64_t{200} << 20);  // about 130 MiB; with lists 640
+  EXPECT_LT(o.seconds, 10);                     // 0.4 on a free machine
+}

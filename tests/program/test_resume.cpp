@@ -162,6 +162,16 @@ TEST_F(Resume, CompleteRunSaysSoAndPastTheEndIsRefused) {
   EXPECT_EQ(metrics_of(dir_ / "one/run").size(), 8u + 1u);
 }
 
+TEST_F(Resume, WhatChangedInTheRunFileIsSaid) {
+  whole("one", {}, {"train.steps=8"});
+  const Outcome same = must(Process(command({"train.steps=8"}), inside("one")).wait());
+  EXPECT_EQ(same.out.find("changed since"), std::string::npos) << same.all();
+  const Outcome other =
+      must(Process(command({"train.steps=9", "train.seed=17", "schedule.peak_lr=0.01"}), inside("one")).wait());
+  for (const char* line : {"train.seed: 0 -> 17\n", "schedule.peak_lr: 0.005 -> 0.01\n", "train.steps: 8 -> 9\n"})
+    EXPECT_NE(other.out.find(std::string("changed since it was saved: ") + line), std::string::npos) << other.all();
+}
+
 TEST_F(Resume, MoreStepsGoOnFromACompleteRun) {
   whole("one", {}, {"train.steps=8", "schedule.kind=constant"});
   const Outcome more = must(Process(command({"train.steps=12", "schedule.kind=constant"}), inside("one")).wait());

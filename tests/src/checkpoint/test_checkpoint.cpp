@@ -60,7 +60,7 @@ std::vector<std::string> entries(const std::string& root) {
   return out;
 }
 
-int64_t found_step(const std::string& root, std::vector<std::string>* rejected = nullptr) {
+int64_t found_step(const std::string& root, std::vector<RejectedCheckpoint>* rejected = nullptr) {
   const auto c = find_checkpoint(root, rejected);
   return c ? c->step : -1;
 }
@@ -73,7 +73,7 @@ TEST(Checkpoint, SavedIsReadBackBitForBit) {
   EXPECT_EQ(slurp(root + "/latest"), "step_00000100\n");
   EXPECT_EQ(entries(root + "/step_00000100"),
             (std::vector<std::string>{"manifest.json", "shard-00000-00000.safetensors", "train_state.json"}));
-  std::vector<std::string> rejected;
+  std::vector<RejectedCheckpoint> rejected;
   const auto c = find_checkpoint(root, &rejected);
   ASSERT_TRUE(c);
   EXPECT_TRUE(rejected.empty());
@@ -95,7 +95,7 @@ TEST(Checkpoint, SavedIsReadBackBitForBit) {
 
 TEST(Checkpoint, NothingThere) {
   TempDir dir;
-  std::vector<std::string> rejected;
+  std::vector<RejectedCheckpoint> rejected;
   EXPECT_EQ(found_step(dir.path("none"), &rejected), -1);
   EXPECT_EQ(found_step(dir.path(), &rejected), -1);
   fs::create_directory(dir.path("step_final"));  // not a name of ours
@@ -171,7 +171,7 @@ TEST(Checkpoint, LeftoversOfAnInterruptedSaveAreIgnoredThenRemoved) {
   // Killed while writing shards: complete in every respect but the rename.
   fs::copy(root + "/step_00000010", root + "/.tmp-step_00000020", fs::copy_options::recursive);
   spill(root + "/.tmp-latest-1", "step_0");
-  std::vector<std::string> rejected;
+  std::vector<RejectedCheckpoint> rejected;
   EXPECT_EQ(found_step(root, &rejected), 10);
   EXPECT_TRUE(rejected.empty());
   save(root, 30);
@@ -234,13 +234,13 @@ TEST(Checkpoint, DamageFallsBackToTheOlderOneAndSaysWhy) {
     save(root, 10);
     save(root, 20);
     c.damage(root + "/step_00000020");
-    std::vector<std::string> rejected;
+    std::vector<RejectedCheckpoint> rejected;
     const auto found = find_checkpoint(root, &rejected);
     ASSERT_TRUE(found);
     expect_state(*found, 10);
     ASSERT_EQ(rejected.size(), 1u);
-    expect_in("step_00000020", rejected[0]);
-    expect_in(c.reason, rejected[0]);
+    expect_in("step_00000020", rejected[0].why);
+    expect_in(c.reason, rejected[0].why);
     expect_in(c.reason, error_of<DataError>([&] { open_checkpoint(root + "/step_00000020"); }));
     // The resumed run comes to step 20 again.
     save(root, 20);
@@ -372,10 +372,10 @@ TEST(Checkpoint, KilledAtAnyMoment) {
     while (read(pipe_ends[0], &reported, sizeof reported) == static_cast<ssize_t>(sizeof reported)) {
     }
     close(pipe_ends[0]);
-    std::vector<std::string> rejected;
+    std::vector<RejectedCheckpoint> rejected;
     const auto c = find_checkpoint(root, &rejected);
     ASSERT_TRUE(c);
-    EXPECT_TRUE(rejected.empty()) << rejected[0];
+    EXPECT_TRUE(rejected.empty()) << rejected[0].why;
     EXPECT_GE(c->step, reported);
     expect_state(*c, c->step);
     newest = c->step;

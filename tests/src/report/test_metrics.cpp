@@ -101,6 +101,17 @@ TEST(Metrics, ResumedFileEqualsTheUninterruptedOne) {
   }
 }
 
+TEST(Metrics, AFreshRunMovesTheEarlierLinesAside) {
+  TempDir dir;
+  spill(dir.path("metrics.jsonl"), "first\n");
+  spill(dir.path("metrics.1.jsonl"), "older\n");
+  EXPECT_EQ(MetricsWriter(dir.path("metrics.jsonl"), 0).kept(), dir.path("metrics.2.jsonl"));
+  EXPECT_EQ(slurp(dir.path("metrics.2.jsonl")), "first\n");
+  EXPECT_EQ(slurp(dir.path("metrics.1.jsonl")), "older\n");
+  EXPECT_EQ(slurp(dir.path("metrics.jsonl")), "");
+  EXPECT_EQ(MetricsWriter(dir.path("metrics.jsonl"), 0).kept(), "");  // nothing in it to keep
+}
+
 TEST(Metrics, UnfinishedLinesAreNotRead) {
   TempDir dir;
   spill(dir.path("m"), "{\"step\":1,\"loss\":2}\nnoise\n[1]\n{\"loss\":3}\n{\"step\":2,\"lo");
