@@ -79,6 +79,7 @@ JsonValue override_value(const std::string& right, const std::string& name) {
 
 // "train.steps=200" as the tree {"train": {"steps": 200}}.
 JsonValue override_tree(const std::string& argument) {
+  check_string(argument, "command line: ");
   const std::string name = "command line (" + argument + ")";
   const size_t equals = argument.find('=');
   const std::string path = argument.substr(0, equals);
@@ -155,6 +156,7 @@ void walk(const JsonValue& object, const std::string& section, Draft& d) {
 }
 
 RunConfig run_of(JsonValue tree, const std::string& path, const std::vector<std::string>& overrides) {
+  check_string(fs::path(path).stem().string(), "the name of the run file, after which runs are called: ");
   tree = inherited(std::move(tree), path, {});
   for (const std::string& o : overrides) merge_json(tree, override_tree(o));
   Draft d;
