@@ -61,8 +61,8 @@ int run(int argc, char** argv) {
   app.footer(
       "Example:\n  kestrel config configs/quickstart.json train.steps=200\n"
       "`kestrel COMMAND --help` shows the options of a command and an example.\n"
-      "Exit codes: 0 done, 1 internal error, 2 usage or run file, 3 data or checkpoint, 4 device or communication,\n"
-      "5 diverged, 75 saved after a stop signal (start the same command again).\n"
+      "Exit codes: 0 done, 1 internal error, 2 usage or run file, 3 data, checkpoint or output, 4 device, memory\n"
+      "or communication, 5 diverged, 75 saved after a stop signal (start the same command again).\n"
       "KESTREL_CPU_GEMM=own|openblas chooses the CPU's matrix product (default: kestrel doctor says which).");
   int exit_code = static_cast<int>(ExitCode::done);
   for (const auto add : kCommands) add(app, exit_code);

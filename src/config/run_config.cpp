@@ -70,6 +70,7 @@ JsonValue override_value(const std::string& right, const std::string& name) {
   } catch (const ConfigError&) {
     if (surely_json) throw;
   }
+  check_string(right, name + ": ");
   JsonValue v;
   v.kind = JsonValue::Kind::string;
   v.scalar = right;
@@ -79,8 +80,10 @@ JsonValue override_value(const std::string& right, const std::string& name) {
 
 // "train.steps=200" as the tree {"train": {"steps": 200}}.
 JsonValue override_tree(const std::string& argument) {
-  check_string(argument, "command line: ");
-  const std::string name = "command line (" + argument + ")";
+  std::string shown = argument;  // on one line: JSON may have more
+  std::replace_if(
+      shown.begin(), shown.end(), [](unsigned char c) { return c < 0x20; }, ' ');
+  const std::string name = "command line (" + shown + ")";
   const size_t equals = argument.find('=');
   const std::string path = argument.substr(0, equals);
   if (equals == std::string::npos || path.empty() || path.front() == '.' || path.back() == '.') {

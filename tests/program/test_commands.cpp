@@ -1,4 +1,6 @@
 // The commands around training: help, evaluation, exchange with Hugging Face's layout.
+#include <unistd.h>
+
 #include "kernels/core/device.h"
 #include "program.h"
 
@@ -52,6 +54,24 @@ TEST(Help, ExamplesOnShippedFilesWork) {
       shell("kestrel bench step configs/quickstart.json train.micro_batch_size=1 train.global_batch_size=2 --repeats 1 "
             "--updates 1 --warmup 0",
             here));
+}
+
+TEST(Help, EveryScriptHasOneAndRefusesWhatItDoesNotKnow) {
+  int scripts = 0;
+  for (const auto& e : std::filesystem::directory_iterator(std::string(KESTREL_SOURCE_DIR) + "/scripts")) {
+    const std::string name = e.path().filename().string();
+    // The others are sourced by these, or written in Python.
+    if (!name.ends_with(".sh") || access(e.path().c_str(), X_OK) != 0) continue;
+    ++scripts;
+    const Outcome help = must(shell("exec " + e.path().string() + " --help"));
+    EXPECT_NE(help.out.find("\n    scripts/" + name), std::string::npos) << help.out;
+    EXPECT_LT(help.seconds, 5) << name << " did more than show its help";
+    if (name == "test.sh") continue;  // what it does not know is ctest's
+    const Outcome unknown = shell("exec " + e.path().string() + " --no-such-option");
+    EXPECT_EQ(unknown.code, 2) << unknown.all();
+    EXPECT_NE(unknown.err.find("scripts/" + name), std::string::npos) << unknown.err;
+  }
+  EXPECT_GE(scripts, 5);
 }
 
 TEST(Commands, EvaluationAgreesWithTheTrainers) {
