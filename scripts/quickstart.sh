@@ -3,7 +3,7 @@
 # tokenizer and a small K3 on the GPU (where there are one and nvcc) or on the CPU, compares it with gzip on the held-out text,
 # and lets it write.
 #
-#     scripts/quickstart.sh                    # about 6 minutes on two cores, without a GPU
+#     scripts/quickstart.sh                    # a few minutes on two cores, without a GPU
 #     scripts/quickstart.sh train.steps=50     # any field of configs/quickstart.json can be overridden
 #
 # Stopped (Ctrl-C, SIGTERM) and started again, it goes on from the newest checkpoint; checkpoint.resume=never starts over.

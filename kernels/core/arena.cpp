@@ -36,8 +36,7 @@ int64_t bytes_of(std::initializer_list<int64_t> shape, DType dtype) {
   std::string sizes;
   for (int64_t d : shape) sizes += text(sizes.empty() ? "" : " x ", d);
   throw DeviceError(text("a tensor of ", sizes, " elements of ", size_of(dtype),
-                         " bytes is larger than any memory (2^60", " bytes are the most that can be planned). ",
-                         kLess));
+                         " bytes is larger than any memory (2^60 bytes are the most that can be planned). ", kLess));
 }
 
 // What the system can hold: a larger arena would be granted here, and the process killed when it is used.

@@ -14,8 +14,8 @@ namespace kestrel {
 namespace {
 
 constexpr int64_t kBlockAlignment = 64;  // elements: 256 bytes in fp32, 128 in bf16
-constexpr int64_t kMostElements = int64_t{1}
-                                  << 55;  // masters, copies, gradients and optimizer state stay below 2^60 bytes
+// Masters, copies, gradients and optimizer state together stay below 2^60 bytes.
+constexpr int64_t kMostElements = int64_t{1} << 55;
 
 // Mamba-2's start: a step size dt log-uniform in [1e-3, 1e-1], stored through the inverse of softplus.
 double dt_bias_start(double u) {
