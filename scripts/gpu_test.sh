@@ -6,14 +6,18 @@
 #     scripts/gpu_test.sh --binaries DIR        # uses DIR/kestrel and DIR/test_gpu
 #     scripts/gpu_test.sh --out FILE            # writes the record there
 set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+show_help "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 binaries='' record=tests/gpu/last_run.json
 while [[ $# -gt 0 ]]; do
   case $1 in
-    --binaries) binaries=$2; shift 2 ;;
-    --out) record=$2; shift 2 ;;
-    *) echo "usage: scripts/gpu_test.sh [--binaries DIR] [--out FILE]" >&2; exit 2 ;;
+    --binaries | --out)
+      [[ $# -ge 2 ]] || { echo "gpu_test: $1 needs a value; scripts/gpu_test.sh --help tells more" >&2; exit 2; }
+      [[ $1 == --out ]] && record=$2 || binaries=$2
+      shift 2 ;;
+    *) echo "gpu_test: unknown argument \"$1\"; scripts/gpu_test.sh --help tells more" >&2; exit 2 ;;
   esac
 done
 if [[ -z $binaries ]]; then

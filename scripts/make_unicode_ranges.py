@@ -6,9 +6,12 @@
 The Unicode version is pinned: it must be the one in the regular expressions of Hugging Face's `tokenizers`, which
 tests/src/data/check_tokenizers.py compares over every code point.
 """
-import unicodedata2
+import argparse
 
 VERSION = "16.0.0"
+argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+
+import unicodedata2  # noqa: E402  (--help works without it)
 
 
 def ranges(category):

@@ -12,6 +12,8 @@
 #   git-doc           2.9 MB  the Git manuals, a page per document (GPL-2)
 # On another release a package may be missing (Ubuntu 24.04 has python3.12-doc): it is named and left out.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+show_help "$@"
 
 if [[ $# -ne 1 || $1 == -* ]]; then
   echo "usage: scripts/prepare_english.sh OUT.txt" >&2

@@ -9,6 +9,8 @@
 # it is not installed, the first 70 chapters (Genesis and half of Exodus, 276 kB, made by this very script) are copied
 # from tests/fixtures/text/kjv_excerpt.txt; that is enough to try everything, too little for a figure.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+show_help "$@"
 
 readonly verses=31102
 readonly sha256=cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d # of bible-kjv 4.38's output

@@ -3,16 +3,25 @@
 # tokenizer and a small K3 on the GPU (where there are one and nvcc) or on the CPU, compares it with gzip on the held-out text,
 # and lets it write.
 #
-#     scripts/quickstart.sh                    # about 5 minutes on two cores, without a GPU
+#     scripts/quickstart.sh                    # a few minutes on two cores, without a GPU
 #     scripts/quickstart.sh train.steps=50     # any field of configs/quickstart.json can be overridden
+#
+# Stopped (Ctrl-C, SIGTERM) and started again, it goes on from the newest checkpoint; checkpoint.resume=never starts over.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+show_help "$@"
+for argument in "$@"; do
+  if [[ $argument != [a-z]*.?*=* ]]; then
+    echo "quickstart: \"$argument\" is not an override such as train.steps=50; scripts/quickstart.sh --help tells more" >&2
+    exit 2
+  fi
+done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/packages.sh
 source scripts/cuda_toolkit.sh
 
 say() { printf '\n== %s\n' "$*"; }
 data=runs/data/kjv
-run=runs/quickstart
 started=$SECONDS
 
 say "packages"
@@ -32,6 +41,7 @@ if ! { cmake --preset $preset -DKESTREL_TESTS=OFF -B build/quickstart && cmake -
 fi
 kestrel=build/quickstart/kestrel
 built=$SECONDS
+run=$("$kestrel" config configs/quickstart.json "$@" | sed -n '/^  "log": {/,/^  }/ s/^    "dir": "\(.*\)",*$/\1/p')
 
 say "text, tokenizer, token shards"
 scripts/prepare_kjv.sh "$data/kjv.txt"
@@ -41,7 +51,7 @@ scripts/prepare_kjv.sh "$data/kjv.txt"
 prepared=$SECONDS
 
 say "training"
-"$kestrel" train configs/quickstart.json checkpoint.resume=never "$@"
+"$kestrel" train configs/quickstart.json "$@"
 trained=$SECONDS
 
 say "result"

@@ -6,6 +6,8 @@
 #     scripts/test.sh --sanitize     # the same tests under the address and undefined-behaviour sanitizers, CPU only
 #     scripts/test.sh -R Golden      # further arguments go to ctest
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+show_help "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/packages.sh
 source scripts/cuda_toolkit.sh

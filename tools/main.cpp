@@ -1,7 +1,12 @@
 // The kestrel program: one subcommand a file of this folder.
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
+#include <iostream>
+#include <new>
+#include <stdexcept>
 #include <string>
 
 #include "kernels/core/error.h"
@@ -56,9 +61,8 @@ int run(int argc, char** argv) {
   app.footer(
       "Example:\n  kestrel config configs/quickstart.json train.steps=200\n"
       "`kestrel COMMAND --help` shows the options of a command and an example.\n"
-      "Exit codes: 0 done, 1 internal error, 2 usage or run file, 3 data or checkpoint, 4 device, memory or "
-      "communication,\n"
-      "5 diverged, 75 saved after a stop signal (start the same command again).\n"
+      "Exit codes: 0 done, 1 internal error, 2 usage or run file, 3 data, checkpoint or output, 4 device, memory\n"
+      "or communication, 5 diverged, 75 saved after a stop signal (start the same command again).\n"
       "KESTREL_CPU_GEMM=own|openblas chooses the CPU's matrix product (default: kestrel doctor says which).");
   int exit_code = static_cast<int>(ExitCode::done);
   for (const auto add : kCommands) add(app, exit_code);
@@ -72,15 +76,40 @@ int run(int argc, char** argv) {
   return exit_code;
 }
 
+int fail(ExitCode code, const std::string& message) {
+  std::fprintf(stderr, "error: %s\n", message.c_str());
+  return static_cast<int>(code);
+}
+
+// What a command printed may still be in a buffer, and any write before may have failed unseen.  A code that asks for
+// something (start me again) outranks lost output.
+int finish_output(int code) {
+  errno = 0;
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && !std::ferror(stdout) && std::cout.good()) return code;
+  const std::string why = errno ? text(": ", std::strerror(errno)) : "";
+  const int lost =
+      fail(ExitCode::data, text("cannot write to standard output", why,
+                                ". The command has done its work, but what it printed is incomplete: free ",
+                                "space, or send it elsewhere."));
+  return code == 0 ? lost : code;
+}
+
 }  // namespace
 }  // namespace kestrel::tools
 
 int main(int argc, char** argv) {
+  using kestrel::tools::fail;
+  constexpr const char* kMemory =
+      "the memory for this cannot be had. Lower the batch, the rows or the sizes of the model, or free memory.";
   try {
-    return kestrel::tools::run(argc, argv);
+    return kestrel::tools::finish_output(kestrel::tools::run(argc, argv));
   } catch (const kestrel::Error& e) {
-    std::fprintf(stderr, "error: %s\n", e.what());
-    return static_cast<int>(e.code());
+    return fail(e.code(), e.what());
+  } catch (const std::bad_alloc&) {
+    return fail(kestrel::ExitCode::device, kMemory);
+  } catch (const std::length_error&) {  // a container larger than any memory
+    return fail(kestrel::ExitCode::device, kMemory);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "internal error: %s\n", e.what());
     return 1;

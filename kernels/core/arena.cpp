@@ -1,7 +1,9 @@
 #include "kernels/core/arena.h"
 
 #include <sys/mman.h>
+#include <sys/sysinfo.h>
 
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -22,27 +24,37 @@ Tensor make(void* p, std::initializer_list<int64_t> shape, DType dtype, Device d
   return Tensor(p, shape, dtype, device);
 }
 
-constexpr const char* kWayOut =
-    " Lower train.micro_batch_size, data.sequence_length, model.hidden_size, model.num_hidden_layers or "
-    "model.vocab_size, or set train.recompute to \"block\".";
-
-[[noreturn]] void beyond_any_machine() {
-  throw DeviceError(text("the run needs more than ", kPlannerCapacity, " bytes (2^60) of memory.", kWayOut));
-}
+constexpr const char* kLess =
+    "Lower train.micro_batch_size, data.sequence_length, model.hidden_size, model.num_hidden_layers or "
+    "model.vocab_size (of a benchmark: --shape), or set train.recompute to \"block\".";
 
 int64_t bytes_of(std::initializer_list<int64_t> shape, DType dtype) {
   int64_t n = size_of(dtype);
-  for (int64_t d : shape) {
-    if (__builtin_mul_overflow(n, d, &n) || n > kPlannerCapacity) beyond_any_machine();
-  }
-  return n;
+  bool beyond = false;
+  for (int64_t d : shape) beyond = __builtin_mul_overflow(n, d, &n) || beyond;
+  if (!beyond && n <= kPlannerCapacity) return n;
+  std::string sizes;
+  for (int64_t d : shape) sizes += text(sizes.empty() ? "" : " x ", d);
+  throw DeviceError(text("a tensor of ", sizes, " elements of ", size_of(dtype),
+                         " bytes is larger than any memory (2^60 bytes are the most that can be planned). ", kLess));
+}
+
+// What the system can hold: a larger arena would be granted here, and the process killed when it is used.
+int64_t host_memory() {
+  struct sysinfo s {};
+  if (sysinfo(&s) != 0) return INT64_MAX;
+  return static_cast<int64_t>((s.totalram + s.totalswap) * s.mem_unit);
 }
 
 char* reserve_host(int64_t bytes) {
+  if (bytes > host_memory()) {
+    throw DeviceError(
+        text("cannot reserve ", bytes, " bytes of host memory: the machine has ", host_memory(), ". ", kLess));
+  }
   void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) {
-    throw DeviceError(text("cannot reserve ", bytes, " bytes of host memory: ", std::strerror(errno), ".", kWayOut));
+    throw DeviceError(text("cannot reserve ", bytes, " bytes of host memory: ", std::strerror(errno), ". ", kLess));
   }
   return static_cast<char*>(p);
 }
@@ -96,8 +108,12 @@ Arena::~Arena() {
 
 void* Arena::take(int64_t bytes, bool from_bottom) {
   bytes = align_up(bytes);
-  if (planning_ && bottom_ + bytes > top_) beyond_any_machine();
-  KESTREL_CHECK(bottom_ + bytes <= top_, "arena of ", capacity_, " bytes is full: ", bottom_, " kept, ",
+  if (planning_ && bytes > top_ - bottom_) {
+    throw DeviceError(text(bottom_, " bytes and ", bytes,
+                           " more are wanted, larger than any memory (2^60 bytes are the ",
+                           "most that can be planned). ", kLess));
+  }
+  KESTREL_CHECK(bytes <= top_ - bottom_, "arena of ", capacity_, " bytes is full: ", bottom_, " kept, ",
                 capacity_ - top_, " in use as scratch, ", bytes, " wanted; the plan of this step was too small");
   if (from_bottom) {
     void* p = base_ + bottom_;

@@ -13,7 +13,7 @@ namespace kestrel {
 enum class ExitCode : int {
   done = 0,
   usage = 2,       // command line or config
-  data = 3,        // data, tokenizer or checkpoint
+  data = 3,        // data, tokenizer, checkpoint or output
   device = 4,      // device, memory or communication
   diverged = 5,    // three non-finite steps in a row
   preempted = 75,  // saved after a stop signal: start me again

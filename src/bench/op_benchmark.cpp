@@ -55,6 +55,26 @@ OpShape default_shape(const std::string& name, Device device) {
   return shape;
 }
 
+namespace {
+
+std::string shape_text(const OpShape& shape) {
+  std::string out;
+  for (const auto& [n, value] : shape.dims) out += text(out.empty() ? "" : ",", n, "=", value);
+  return out;
+}
+
+// Every tensor of a case is a part of this product (KDA's states: K/64 of it), so its size can be counted.
+void check_product(const OpShape& shape) {
+  constexpr int64_t kMost = int64_t{1} << 53;
+  int64_t room = kMost;
+  for (const auto& [n, value] : shape.dims) room /= value;
+  if (room >= 1) return;
+  throw ConfigError(
+      text("--shape: the sizes ", shape_text(shape), " multiply to more than ", kMost, " (2^53). Lower one of them."));
+}
+
+}  // namespace
+
 OpShape parse_shape(const std::string& name, Device device, const std::string& given) {
   OpShape shape = default_shape(name, device);
   size_t begin = 0;
@@ -73,12 +93,13 @@ OpShape parse_shape(const std::string& name, Device device, const std::string& g
     }
     char* rest = nullptr;
     const long long number = std::strtoll(value.c_str(), &rest, 10);
-    constexpr long long kLargest = 1ll << 31;
-    if (value.empty() || *rest != 0 || number < 1 || number > kLargest) {
-      throw ConfigError(text("--shape: ", key, " is \"", value, "\", expected an integer from 1 to ", kLargest, "."));
+    const int64_t most = entry(name).dims[static_cast<size_t>(dim - shape.dims.begin())].most;
+    if (value.empty() || *rest != 0 || number < 1 || number > most) {
+      throw ConfigError(text("--shape: ", key, " is \"", value, "\", expected an integer from 1 to ", most, "."));
     }
     dim->second = number;
   }
+  check_product(shape);
   if (const std::string wrong = entry(name).check ? entry(name).check(shape) : ""; !wrong.empty()) {
     throw ConfigError(text("--shape: ", name, ": ", wrong));
   }
@@ -201,16 +222,6 @@ OpTiming benchmark_op(const std::string& name, const OpShape& shape, const OpOpt
 }
 
 // ---------------------------------------------------------------------------------------------------------- reports
-
-namespace {
-
-std::string shape_text(const OpShape& shape) {
-  std::string out;
-  for (const auto& [n, value] : shape.dims) out += text(out.empty() ? "" : ",", n, "=", value);
-  return out;
-}
-
-}  // namespace
 
 std::string timings_text(const std::vector<OpTiming>& timings) {
   if (timings.empty()) return "";

@@ -37,8 +37,8 @@ double product(std::initializer_list<int64_t> factors) {
 
 // Sizes of bench_2p8b on a GPU (8 x 4096 tokens), of a small model on the CPU.
 const OpDim kTokens{"N", 32768, 1024}, kWidth{"D", 2048, 256}, kRows{"B", 8, 1}, kLength{"T", 4096, 512};
-const OpDim kHeads{"H", 16, 4}, kKey{"K", 128, 64}, kVocabulary{"V", 32768, 2048};
-const OpDim kExperts{"E", 64, 16}, kSlots{"k", 8, 2};
+const OpDim kHeads{"H", 16, 4}, kKey{"K", 128, 64, 1024}, kVocabulary{"V", 32768, 2048};
+const OpDim kExperts{"E", 64, 16, 16384}, kSlots{"k", 8, 2, 1024};
 
 // ---------------------------------------------------------------------------------------------------------- plain
 
@@ -357,18 +357,20 @@ std::vector<OpEntry> make_table() {
   using S = const OpShape&;
   const std::vector<OpDim> matrix{kTokens, kWidth}, heads{kTokens, kHeads, kKey};
   const std::vector<OpDim> expert_rows{{"rows", 262144, 2048}, {"F", 1024, 128}};
-  const std::vector<OpDim> conv{kRows, kLength, {"C", 6144, 768}, {"W", 4, 4}};
+  const std::vector<OpDim> conv{kRows, kLength, {"C", 6144, 768}, {"W", 4, 4, 8}};
   const std::vector<OpDim> linear_dims{kTokens, {"in", 2048, 256}, {"out", 2048, 256}};
   const std::vector<OpDim> attention_dims{kRows, kLength, kHeads, {"Dqk", 192, 96}, {"Dv", 128, 64}};
   const std::vector<OpDim> kda_dims{kRows, kLength, kHeads, kKey};
-  const std::vector<OpDim> site{kTokens, kWidth, {"completed", 4, 2}};
+  const std::vector<OpDim> site{kTokens, kWidth, {"completed", 4, 2, 20000}};
   const std::vector<OpDim> router{kTokens, kExperts, kSlots};
   const std::vector<OpDim> moved{kTokens, kExperts, kSlots, {"D", 1024, 128}};
   const std::vector<OpDim> grouped{kTokens, kExperts, kSlots, {"in", 1024, 128}, {"out", 1024, 128}};
   const std::vector<OpDim> flat{{"n", 1 << 28, 1 << 20}};
-  const auto width = [](S d) -> std::string { return d["W"] <= 8 ? "" : text("W is ", d["W"], ", at most 8"); };
   const auto fewer = [](S d) -> std::string {
-    return d["k"] <= d["E"] ? "" : text("k is ", d["k"], ", more than the E=", d["E"], " experts");
+    if (d["k"] > d["E"]) return text("k is ", d["k"], ", more than the E=", d["E"], " experts.");
+    if (d["N"] <= INT32_MAX / d["k"]) return "";
+    return text("N=", d["N"], " tokens of k=", d["k"], " experts are ", d["N"] * d["k"], " rows, at most ", INT32_MAX,
+                " have a number.");
   };
   const auto situ = Glu::Kind::situ, silu = Glu::Kind::silu;
   return {
@@ -385,8 +387,8 @@ std::vector<OpEntry> make_table() {
       {"gated_rms_norm_backward", heads, [](O o, S d) { return gated_rms_norm(o, d, true); }},
       {"sigmoid_gate_forward", matrix, [](O o, S d) { return sigmoid_gate(o, d, false); }},
       {"sigmoid_gate_backward", matrix, [](O o, S d) { return sigmoid_gate(o, d, true); }},
-      {"short_conv_forward", conv, [](O o, S d) { return short_conv(o, d, false); }, width},
-      {"short_conv_backward", conv, [](O o, S d) { return short_conv(o, d, true); }, width},
+      {"short_conv_forward", conv, [](O o, S d) { return short_conv(o, d, false); }},
+      {"short_conv_backward", conv, [](O o, S d) { return short_conv(o, d, true); }},
       {"kda_forward", kda_dims, [](O o, S d) { return kda(o, d, false); }},
       {"kda_backward", kda_dims, [](O o, S d) { return kda(o, d, true); }},
       {"attention_forward", attention_dims, [](O o, S d) { return attention(o, d, false); }},
@@ -396,7 +398,7 @@ std::vector<OpEntry> make_table() {
       {"linear_backward_weight", linear_dims, [](O o, S d) { return linear(o, d, Linear::weight); }},
       {"route_forward", router, [](O o, S d) { return route(o, d, false); }, fewer},
       {"route_backward", router, [](O o, S d) { return route(o, d, true); }, fewer},
-      {"quantile_histogram", {kTokens, kExperts, {"bins", 1000, 1000}}, histogram},
+      {"quantile_histogram", {kTokens, kExperts, {"bins", 1000, 1000, 1 << 20}}, histogram},
       {"dispatch_plan", router, dispatch, fewer},
       {"gather_rows", moved, [](O o, S d) { return move_rows(o, d, false); }, fewer},
       {"sum_rows", moved, [](O o, S d) { return move_rows(o, d, true); }, fewer},

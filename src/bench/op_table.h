@@ -39,7 +39,8 @@ struct OpCase {
 
 struct OpDim {
   std::string name;
-  int64_t gpu, cpu;  // default sizes
+  int64_t gpu, cpu;                       // default sizes
+  int64_t most = (int64_t{1} << 31) - 1;  // the kernels' limit, or the run file's
 };
 
 struct OpEntry {

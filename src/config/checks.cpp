@@ -185,6 +185,25 @@ void check_length(const Draft& d) {
   }
 }
 
+// Tokens, and the rows that a micro-batch makes for the experts, are numbered in 32 bits.
+void check_batch(const Draft& d) {
+  constexpr int64_t kMost = INT32_MAX;
+  const ModelConfig& m = d.config.model;
+  const int64_t G = d.config.train.global_batch_size, B = d.config.train.micro_batch_size;
+  const int64_t T = d.config.data.sequence_length;
+  const auto refuse = [&](const std::string& path, int64_t rows, int64_t most, const std::string& why) {
+    d.refuse(path, text("is ", rows, ", times data.sequence_length = ", T, " that is ", rows * T, " tokens", why,
+                        "; the limit is ", most, ". Lower one of the two"));
+  };
+  if (G * T > kMost) refuse("train.global_batch_size", G, kMost, " in a step");
+  const bool dynamic = m.balancing.method == BalancingConfig::Method::quantile_dynamic;
+  const int64_t slots = m.num_experts == 0 ? 1 : m.num_experts_per_token * (dynamic ? 2 : 1);
+  if (B * T > kMost / slots) {
+    refuse("train.micro_batch_size", B, kMost / slots,
+           text(" in a micro-batch, ", slots, " rows for the experts each"));
+  }
+}
+
 void check_schedule(const Draft& d) {
   const ScheduleConfig& s = d.config.schedule;
   const int64_t total = d.config.total_steps();
@@ -247,7 +266,9 @@ void resolve_model(Draft& d) {
 
 void resolve_run(Draft& d) {
   resolve_model(d);
+  check_batch(d);
   check_length(d);
+  check_batch(d);
   check_schedule(d);
   check_rest(d);
   fill_directories(d);

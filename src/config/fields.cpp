@@ -9,10 +9,10 @@
 namespace kestrel {
 namespace {
 
-constexpr double kExactDouble = 9007199254740992.0;  // 2^53: beyond it a double skips integers
-
 std::string number_text(double x) {
   if (x == Field::kMaxSize) return "2^31 - 1";
+  if (x == Field::kMaxExact) return "2^53";
+  if (x == Field::kMaxWhole) return "2^63 - 1";
   return x == std::floor(x) && std::abs(x) < 1e15 ? std::to_string(static_cast<int64_t>(x)) : nlohmann::json(x).dump();
 }
 
@@ -70,7 +70,7 @@ bool is_whole(const JsonValue& v) {
   if (v.scalar.is_number_unsigned()) return v.scalar.get<uint64_t>() <= uint64_t{INT64_MAX};
   if (v.scalar.is_number_integer()) return true;
   const double x = v.scalar.get<double>();
-  return x == std::floor(x) && std::abs(x) <= kExactDouble;
+  return x == std::floor(x) && std::abs(x) <= Field::kMaxExact;
 }
 
 // Whether one value (an element, for lists) has the type and lies in the range.

@@ -66,10 +66,10 @@ struct Field {
   std::function<nlohmann::ordered_json(const Draft&)> get;
 
   Field& between(double lo, double hi) { return min = lo, max = hi, *this; }
-  Field& at_least(double lo) { return min = lo, *this; }
   Field& above(double lo) { return min = lo, min_open = true, *this; }
   Field& below(double hi) { return max = hi, max_open = true, *this; }
-  Field& size() { return between(1, kMaxSize); }  // of a tensor: any product of two fits int64
+  Field& count(double lo) { return between(lo, kMaxSize); }   // of steps, rows, tokens: products of two fit int64
+  Field& width(double lo) { return between(lo, kMaxWidth); }  // of a matrix: 16384 experts of width x width fit, too
   Field& note(std::string s) { return range_note = std::move(s), *this; }
   Field& null_is(std::string s) { return null_means = std::move(s), *this; }
   Field& required(std::string json) { return is_required = true, example = std::move(json), *this; }
@@ -81,7 +81,10 @@ struct Field {
   std::string type_text() const;     // "whole number in [1, 8]", "`a`, `b` or null (what null means)"
   std::string default_text() const;  // JSON, "required", or the note
 
-  static constexpr double kMaxSize = 2147483647;  // 2^31 - 1
+  static constexpr double kMaxSize = 2147483647;              // 2^31 - 1
+  static constexpr double kMaxWidth = 1048576;                // 2^20
+  static constexpr double kMaxExact = 9007199254740992.0;     // 2^53: beyond it a double skips integers
+  static constexpr double kMaxWhole = 9223372036854775807.0;  // 2^63 - 1, rounded up to 2^63
 };
 
 struct Section {

@@ -4,19 +4,20 @@
 namespace kestrel {
 namespace {
 
-constexpr double kMaxSize = Field::kMaxSize;
+constexpr double kMaxVocabulary = 16777216;  // 2^24
+constexpr double kMaxHeads = 65536;
 
 void add_backbone(std::vector<Field>& t) {
   const auto add = [&](auto... args) -> Field& { return t.emplace_back(make_field(args...)); };
   add(
       "model.vocab_size", "Tokens in the vocabulary; every id in the data is below it.",
       [](auto& d) -> auto& { return d.config.model.vocab_size; })
-      .size()
+      .between(1, kMaxVocabulary)
       .required("32768");
   add(
       "model.hidden_size", "Width d of the residual stream.",
       [](auto& d) -> auto& { return d.config.model.hidden_size; })
-      .size()
+      .width(1)
       .required("1024");
   add(
       "model.num_hidden_layers", "Decoder layers.", [](auto& d) -> auto& { return d.config.model.num_hidden_layers; })
@@ -60,7 +61,7 @@ void add_linear_attention(std::vector<Field>& t) {
   add(
       "model.linear_attn_config.num_heads", "KDA heads.",
       [](auto& d) -> auto& { return d.config.model.linear_attn.num_heads; })
-      .between(0, kMaxSize)
+      .between(0, kMaxHeads)
       .default_is("required with KDA layers");
   add(
       "model.linear_attn_config.head_dim", "Width of a KDA head's keys and of its values (K = V).",
@@ -116,17 +117,17 @@ void add_mla(std::vector<Field>& t) {
   const auto add = [&](auto... args) -> Field& { return t.emplace_back(make_field(args...)); };
   add(
       "model.num_attention_heads", "MLA heads.", [](auto& d) -> auto& { return d.config.model.num_attention_heads; })
-      .between(0, kMaxSize)
+      .between(0, kMaxHeads)
       .default_is("required with MLA layers");
   add(
       "model.q_lora_rank", "Rank of the query's low-rank pair q_a_proj, q_b_proj.",
       [](auto& d) -> auto& { return d.config.model.q_lora_rank; })
-      .size()
+      .width(1)
       .null_is("one plain q_proj");
   add(
       "model.kv_lora_rank", "Width of the latent that keys and values are made from.",
       [](auto& d) -> auto& { return d.config.model.kv_lora_rank; })
-      .between(0, kMaxSize)
+      .width(0)
       .default_is("required with MLA layers");
   add(
       "model.qk_nope_head_dim", "Width of the part of q and k that each head has to itself.",
@@ -158,7 +159,7 @@ void add_feed_forward(std::vector<Field>& t) {
   add(
       "model.intermediate_size", "Width of a dense feed-forward layer.",
       [](auto& d) -> auto& { return d.config.model.intermediate_size; })
-      .between(0, kMaxSize)
+      .width(0)
       .default_is("required with dense layers");
   add(
       "model.first_k_dense_replace", "The first so many layers are dense.",
@@ -171,7 +172,7 @@ void add_feed_forward(std::vector<Field>& t) {
   add(
       "model.num_experts", "Routed experts of a layer; 0 makes every layer dense.",
       [](auto& d) -> auto& { return d.config.model.num_experts; })
-      .between(0, 65536);
+      .between(0, 16384);
   add(
       "model.num_experts_per_token", "Routed experts k that a token uses (with quantile_dynamic: on average).",
       [](auto& d) -> auto& { return d.config.model.num_experts_per_token; })
@@ -185,12 +186,12 @@ void add_feed_forward(std::vector<Field>& t) {
   add(
       "model.moe_intermediate_size", "Width of an expert.",
       [](auto& d) -> auto& { return d.config.model.moe_intermediate_size; })
-      .between(0, kMaxSize)
+      .width(0)
       .default_is("required with experts");
   add(
       "model.routed_expert_hidden_size", "Latent width that tokens are projected to for the routed experts.",
       [](auto& d) -> auto& { return d.config.model.routed_expert_hidden_size; })
-      .size()
+      .width(1)
       .null_is("experts at full width");
   add(
       "model.latent_moe_use_norm",

@@ -19,42 +19,44 @@ void add_data(std::vector<Field>& t) {
   add(
       "data.sequence_length", "Tokens T of a row; a row is a window of T + 1 tokens, at stride T.",
       [](auto& d) -> auto& { return d.config.data.sequence_length; })
-      .size()
+      .count(1)
       .required("2048");
   add(
       "data.shuffle", "Whether rows come in random order; false: in file order.",
       [](auto& d) -> auto& { return d.config.data.shuffle; });
   add(
       "data.seed", "Seed of the order of rows.", [](auto& d) -> auto& { return d.config.data.seed; })
-      .at_least(0);
+      .between(0, Field::kMaxWhole)
+      .note("Above 2^53 it must be written with all its digits.");
 }
 
 void add_train(std::vector<Field>& t) {
   const auto add = [&](auto... args) -> Field& { return t.emplace_back(make_field(args...)); };
   add(
       "train.steps", "Optimizer steps of the whole run.", [](auto& d) -> auto& { return d.config.train.steps; })
-      .at_least(1)
+      .count(1)
       .null_is("as train.tokens says")
       .default_is("one of train.steps and train.tokens is required");
   add(
       "train.tokens", "Tokens of the whole run; the last step is a full one.",
       [](auto& d) -> auto& { return d.config.train.tokens; })
-      .at_least(1)
+      .between(1, Field::kMaxExact)
       .null_is("as train.steps says")
       .default_is("one of train.steps and train.tokens is required");
   add(
       "train.global_batch_size", "Rows of one optimizer step, over all ranks.",
       [](auto& d) -> auto& { return d.config.train.global_batch_size; })
-      .size()
+      .count(1)
       .required("64");
   add(
       "train.micro_batch_size",
       "Rows of one forward and backward on one rank: memory, not results. It divides global_batch_size.",
       [](auto& d) -> auto& { return d.config.train.micro_batch_size; })
-      .size();
+      .count(1);
   add(
       "train.seed", "Seed of the initial weights.", [](auto& d) -> auto& { return d.config.train.seed; })
-      .at_least(0);
+      .between(0, Field::kMaxWhole)
+      .note("Above 2^53 it must be written with all its digits.");
   add(
       "train.device", "Where to train; `auto` takes a GPU where there is one.",
       [](auto& d) -> auto& { return d.config.train.device; });
@@ -146,11 +148,11 @@ void add_schedule(std::vector<Field>& t) {
   add(
       "schedule.warmup_steps", "Steps of linear warm-up; step s of them has peak_lr * s / warmup_steps.",
       [](auto& d) -> auto& { return d.config.schedule.warmup_steps; })
-      .at_least(0);
+      .count(0);
   add(
       "schedule.decay_steps", "`wsd`: steps of the final decay.",
       [](auto& d) -> auto& { return d.config.schedule.decay_steps; })
-      .at_least(0)
+      .count(0)
       .default_is("required with `wsd`, else 0");
 }
 
@@ -184,14 +186,14 @@ void add_outputs(std::vector<Field>& t) {
   add(
       "checkpoint.every", "Steps between checkpoints; 0: only at the end and on a stop signal.",
       [](auto& d) -> auto& { return d.config.checkpoint.every; })
-      .at_least(0);
+      .count(0);
   add(
       "checkpoint.keep", "Newest checkpoints kept; 0: all.", [](auto& d) -> auto& { return d.config.checkpoint.keep; })
-      .at_least(0);
+      .count(0);
   add(
       "checkpoint.keep_every", "Checkpoints of steps that are multiples of this are never deleted; 0: none.",
       [](auto& d) -> auto& { return d.config.checkpoint.keep_every; })
-      .at_least(0);
+      .count(0);
   add(
       "checkpoint.resume",
       "`auto`: from the newest checkpoint that verifies, from the start where there are none; `never`: from the start; "
@@ -199,19 +201,19 @@ void add_outputs(std::vector<Field>& t) {
       [](auto& d) -> auto& { return d.config.checkpoint.resume; });
   add(
       "eval.every", "Steps between evaluations; 0: never.", [](auto& d) -> auto& { return d.config.eval.every; })
-      .at_least(0);
+      .count(0);
   add(
       "eval.batches",
       "Validation batches of train.micro_batch_size rows, over all ranks together; 0: the whole validation set.",
       [](auto& d) -> auto& { return d.config.eval.batches; })
-      .at_least(0);
+      .count(0);
   add(
       "log.dir", "The run directory: config.json, metrics.jsonl, log.txt.",
       [](auto& d) -> auto& { return d.config.log.dir; })
       .default_is("runs/<name of the run file>");
   add(
       "log.every", "Steps between lines of metrics.jsonl.", [](auto& d) -> auto& { return d.config.log.every; })
-      .at_least(1);
+      .count(1);
   add(
       "log.tensorboard", "Whether to write TensorBoard event files as well.",
       [](auto& d) -> auto& { return d.config.log.tensorboard; });

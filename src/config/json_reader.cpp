@@ -1,5 +1,6 @@
 #include "src/config/json_reader.h"
 
+#include <algorithm>
 #include <cctype>
 #include <string_view>
 #include <utility>
@@ -121,7 +122,9 @@ class Reader {
                        " holds an escape, a control character or bytes that JSON does not allow; "
                        "write it in UTF-8 and double each backslash"));
     }
-    return parsed.get<std::string>();
+    const std::string s = parsed.get<std::string>();
+    check_string(s, text(start.text(), ": ", path_.empty() ? "" : path_ + ": "));
+    return s;
   }
 
   JsonValue object(int depth) {
@@ -258,6 +261,19 @@ std::string JsonValue::kind_name() const {
 
 JsonValue read_json(const std::string& text, const std::string& source, bool with_lines) {
   return Reader(text, source, with_lines).document();
+}
+
+void check_string(const std::string& s, const std::string& where) {
+  const std::string shown = nlohmann::json(s).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  try {
+    (void)nlohmann::json(s).dump();
+  } catch (const nlohmann::json::type_error&) {
+    throw ConfigError(text(where, "the string ", shown, " is not UTF-8; write it in UTF-8, and names of files, too."));
+  }
+  const auto control = [](unsigned char c) { return c < 0x20 || c == 0x7f; };
+  if (std::any_of(s.begin(), s.end(), control)) {
+    throw ConfigError(text(where, "the string ", shown, " holds a control character; leave it out."));
+  }
 }
 
 void merge_json(JsonValue& base, JsonValue over) {

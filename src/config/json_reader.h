@@ -47,6 +47,10 @@ struct JsonMember {
 // `source` names the text in messages; with_lines = false leaves line numbers out (text of a command line).
 JsonValue read_json(const std::string& text, const std::string& source, bool with_lines = true);
 
+// What a string of the configuration may hold: UTF-8 without control characters.  Throws ConfigError "where what";
+// `where` ends in ": ".
+void check_string(const std::string& s, const std::string& where);
+
 // `over` onto `base`: objects merge key by key, at any depth; anything else replaces.
 void merge_json(JsonValue& base, JsonValue over);
 

@@ -70,6 +70,7 @@ JsonValue override_value(const std::string& right, const std::string& name) {
   } catch (const ConfigError&) {
     if (surely_json) throw;
   }
+  check_string(right, name + ": ");
   JsonValue v;
   v.kind = JsonValue::Kind::string;
   v.scalar = right;
@@ -79,7 +80,10 @@ JsonValue override_value(const std::string& right, const std::string& name) {
 
 // "train.steps=200" as the tree {"train": {"steps": 200}}.
 JsonValue override_tree(const std::string& argument) {
-  const std::string name = "command line (" + argument + ")";
+  std::string shown = argument;  // on one line: JSON may have more
+  std::replace_if(
+      shown.begin(), shown.end(), [](unsigned char c) { return c < 0x20; }, ' ');
+  const std::string name = "command line (" + shown + ")";
   const size_t equals = argument.find('=');
   const std::string path = argument.substr(0, equals);
   if (equals == std::string::npos || path.empty() || path.front() == '.' || path.back() == '.') {
@@ -155,6 +159,7 @@ void walk(const JsonValue& object, const std::string& section, Draft& d) {
 }
 
 RunConfig run_of(JsonValue tree, const std::string& path, const std::vector<std::string>& overrides) {
+  check_string(fs::path(path).stem().string(), "the name of the run file, after which runs are called: ");
   tree = inherited(std::move(tree), path, {});
   for (const std::string& o : overrides) merge_json(tree, override_tree(o));
   Draft d;

@@ -14,6 +14,8 @@ namespace kestrel {
 namespace {
 
 constexpr int64_t kBlockAlignment = 64;  // elements: 256 bytes in fp32, 128 in bf16
+// Masters, copies, gradients and optimizer state together stay below 2^60 bytes.
+constexpr int64_t kMostElements = int64_t{1} << 55;
 
 // Mamba-2's start: a step size dt log-uniform in [1e-3, 1e-1], stored through the inverse of softplus.
 double dt_bias_start(double u) {
@@ -99,7 +101,13 @@ Block* ParameterStore::declare(int64_t cols, std::vector<Member> members, bool k
                            " x ", cols, ". Lower model.hidden_size, model.num_hidden_layers or model.vocab_size."));
   }
   b.offset = elements_;
-  elements_ += (b.numel() + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
+  int64_t numel = 0;
+  if (__builtin_mul_overflow(b.rows, b.cols, &numel) || numel > kMostElements - elements_ - kBlockAlignment) {
+    throw ConfigError(text("the model is too large: with ", b.members[0].name, ", a block of ", b.rows, " x ", b.cols,
+                           ", it has more than 2^55 parameters. Lower model.hidden_size, the widths of its layers, ",
+                           "model.num_experts or model.num_hidden_layers."));
+  }
+  elements_ += (numel + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
   return &b;
 }
 

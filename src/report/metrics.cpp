@@ -139,14 +139,22 @@ std::optional<double> MetricRow::number(const std::string& name) const {
   return std::nullopt;
 }
 
-std::vector<MetricRow> read_metrics(const std::string& path) {
+std::vector<MetricRow> read_metrics(const std::string& path, std::string* unfinished) {
   std::ifstream in(path, std::ios::binary);
   if (!in) throw DataError(text("cannot open ", path, ": ", std::strerror(errno), ". Give the folder of a run."));
   std::vector<MetricRow> rows;
   std::string line;
-  while (std::getline(in, line)) {
+  for (int64_t number = 1; std::getline(in, line); ++number) {
     const auto j = parse_line(line);
-    if (!j) continue;
+    if (!j && in.eof() && line.starts_with('{')) {
+      if (unfinished) *unfinished = text(path, ":", number, ": the last line is cut off and left out");
+      break;
+    }
+    if (!j) {
+      throw DataError(text(path, ":", number, ": ", quoted(line.substr(0, 60)),
+                           " is not a line of metrics, a JSON object with a whole number \"step\". Remove the line, or "
+                           "give the folder of another run."));
+    }
     MetricRow row;
     for (const auto& [name, v] : j->items()) {
       if (v.is_number()) row.numbers.emplace_back(name, v.get<double>());

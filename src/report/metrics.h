@@ -43,8 +43,8 @@ class MetricsWriter {
   AppendFile file_;
 };
 
-// What report and tests read back: the whole file, complete lines only.  A field that is null or missing is absent;
-// numbers of "nonfinite" come back as NaN or infinity.
+// What report and tests read back.  A field that is null or missing is absent; numbers of "nonfinite" come back as NaN
+// or infinity.
 struct MetricRow {
   int64_t step = 0;
   std::vector<std::pair<std::string, double>> numbers;
@@ -52,6 +52,8 @@ struct MetricRow {
 
   std::optional<double> number(const std::string& name) const;
 };
-std::vector<MetricRow> read_metrics(const std::string& path);
+// The whole file.  A line that is not of a run is a DataError that names file and line, but for a last one that has
+// been cut off, as a killed or a running program leaves it: it is left out, and *unfinished says so.
+std::vector<MetricRow> read_metrics(const std::string& path, std::string* unfinished = nullptr);
 
 }  // namespace kestrel

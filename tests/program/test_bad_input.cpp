@@ -341,6 +341,60 @@ TEST_F(BadInput, DiskThatFillsInOtherCommands) {
   EXPECT_FALSE(std::filesystem::exists(dir_ / "imported/config.json"));
 }
 
+TEST_F(BadInput, MemoryThatCannotBeHad) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizer's shadow needs more address space than the limit";
+#endif
+  write_text(file_, run().dump());
+  // 24 M tokens: 384 MB for a step's ids and losses, and as much again for the copies on their way to a device.
+  const Outcome o =
+      shell("ulimit -v 700000; exec kestrel train --dry-run " + file_ + " train.global_batch_size=1000000");
+  expect_refusal(o, 4, {"memory", "Lower"});
+  EXPECT_FALSE(std::filesystem::exists(out_));
+}
+
+TEST_F(BadInput, OutputThatIsLost) {
+  if (access("/dev/full", W_OK) != 0) GTEST_SKIP() << "no /dev/full here";
+  make_text_data(dir_.path());
+  json j = tiny_run(dir_ / "data/train-*.safetensors", out_);
+  j["model"]["vocab_size"] = 300;
+  j["data"]["validation"] = {dir_ / "data/validation-*.safetensors"};
+  j["data"]["tokenizer"] = dir_ / "tokenizer.json";
+  must(train(j));
+  const std::string golden = std::string(KESTREL_FIXTURES) + "/model_k3";
+  CommandOptions here;
+  here.folder = dir_.path();
+  const auto lost = [&](const std::string& command) { return shell("exec kestrel " + command + " > /dev/full", here); };
+  for (const std::string& command : {
+           std::string("--help"),
+           std::string("plan --help"),
+           std::string("plan run.json"),
+           std::string("plan run.json --json"),
+           std::string("config run.json"),
+           std::string("config --schema"),
+           std::string("config --reference"),
+           std::string("config --explain train.steps"),
+           std::string("doctor"),
+           std::string("train run.json --dry-run"),
+           std::string("eval run"),
+           std::string("eval run --json"),
+           std::string("generate run --prompt In --max-tokens 2"),
+           std::string("data inspect data/train-00000.safetensors"),
+           std::string("data build --tokenizer tokenizer.json --split-documents line --out again text.txt"),
+           std::string("tokenizer train --vocab-size 300 --out again.json text.txt"),
+           std::string("tokenizer encode --tokenizer tokenizer.json text.txt"),
+           std::string("report run"),
+           std::string("bench op copy --device cpu --samples 1"),
+           std::string("export-hf run --out exported"),
+           "import-hf " + golden + " --out imported",
+           "parity --model " + golden + " --tokens " + golden + "/expected.safetensors --out p.safetensors",
+       }) {
+    SCOPED_TRACE(command);
+    expect_refusal(lost(command), kData, {"standard output"});
+  }
+  EXPECT_EQ(lost("train run.json train.steps=7").code, kData);  // the log, line by line
+}
+
 TEST_F(BadInput, DeviceThatIsNotThere) {
   CommandOptions no_gpu;
   no_gpu.setting["CUDA_VISIBLE_DEVICES"] = "";

@@ -1,4 +1,6 @@
 // The commands around training: help, evaluation, exchange with Hugging Face's layout.
+#include <unistd.h>
+
 #include "kernels/core/device.h"
 #include "program.h"
 
@@ -52,6 +54,24 @@ TEST(Help, ExamplesOnShippedFilesWork) {
       shell("kestrel bench step configs/quickstart.json train.micro_batch_size=1 train.global_batch_size=2 --repeats 1 "
             "--updates 1 --warmup 0",
             here));
+}
+
+TEST(Help, EveryScriptHasOneAndRefusesWhatItDoesNotKnow) {
+  int scripts = 0;
+  for (const auto& e : std::filesystem::directory_iterator(std::string(KESTREL_SOURCE_DIR) + "/scripts")) {
+    const std::string name = e.path().filename().string();
+    // The others are sourced by these, or written in Python.
+    if (!name.ends_with(".sh") || access(e.path().c_str(), X_OK) != 0) continue;
+    ++scripts;
+    const Outcome help = must(shell("exec " + e.path().string() + " --help"));
+    EXPECT_NE(help.out.find("\n    scripts/" + name), std::string::npos) << help.out;
+    EXPECT_LT(help.seconds, 5) << name << " did more than show its help";
+    if (name == "test.sh") continue;  // what it does not know is ctest's
+    const Outcome unknown = shell("exec " + e.path().string() + " --no-such-option");
+    EXPECT_EQ(unknown.code, 2) << unknown.all();
+    EXPECT_NE(unknown.err.find("scripts/" + name), std::string::npos) << unknown.err;
+  }
+  EXPECT_GE(scripts, 5);
 }
 
 TEST(Commands, EvaluationAgreesWithTheTrainers) {
@@ -124,6 +144,21 @@ TEST(Commands, GenerationStreamsRepeatsAndRefuses) {
   expect_refusal(program({"generate", dir / "nowhere"}), 3, {"nowhere"});
 }
 
+TEST(Report, OfWhatIsNoRunIsRefused) {
+  const TempDir dir;
+  std::filesystem::create_directory(dir / "run");
+  write_text(dir / "run/report.html", "old");
+  for (const std::string junk : {"", "junk\n", "junk", "{\"step\":1"}) {
+    write_text(dir / "run/metrics.jsonl", junk);
+    expect_refusal(program({"report", dir / "run"}), 3, {dir / "run/metrics.jsonl"});
+  }
+  EXPECT_EQ(read_text(dir / "run/report.html"), "old");
+  write_text(dir / "run/metrics.jsonl", "{\"step\":1,\"loss\":3}\n{\"step\":2,\"lo");
+  const Outcome o = must(program({"report", dir / "run"}));
+  EXPECT_NE(o.err.find("warning: " + (dir / "run/metrics.jsonl") + ":2: "), std::string::npos) << o.err;
+  EXPECT_EQ(read_text(dir / "run/report.html").rfind("<!doctype html>", 0), 0u);
+}
+
 TEST(Bench, OperationsHaveCountedBytesAndABound) {
   const json j = json::parse(
       must(program({"bench", "op", "rms_norm_forward", "kda_backward", "--device", "cpu", "--json", "--samples", "1"}))
@@ -160,6 +195,15 @@ TEST(Bench, BadRequestsAreRefused) {
   expect_refusal(program({"bench", "op", "copy", "--device", "cpu", "--dtype", "bf16"}), 2, {"bf16", "fp32"});
   expect_refusal(program({"bench", "op", "route_forward", "--device", "cpu", "--shape", "E=4,k=5"}), 2,
                  {"k is 5", "E=4"});
+  const auto shaped = [](const std::string& op, const std::string& shape) {
+    return program({"bench", "op", op, "--device", "cpu", "--shape", shape});
+  };
+  expect_refusal(shaped("kda_forward", "B=1,T=2147483647,H=2147483647,K=128"), 2, {"T=2147483647", "2^53", "Lower"});
+  expect_refusal(shaped("kda_forward", "K=2048"), 2, {"K is \"2048\"", "to 1024"});
+  expect_refusal(shaped("quantile_histogram", "bins=1048577"), 2, {"bins is \"1048577\"", "to 1048576"});
+  expect_refusal(shaped("dispatch_plan", "N=2147483647"), 2, {"N=2147483647", "2147483647 have a number"});
+  // 2^50 bytes of operands are more than a machine has.
+  expect_refusal(shaped("copy", "N=1073741824,D=131072"), 4, {"bytes of host memory", "--shape"});
 }
 
 TEST(Profile, TablesNameOperationsAndPhases) {

@@ -44,6 +44,29 @@ TEST(Plan, EveryShippedConfiguration) {
   }
 }
 
+// Each of these once left 64 bits on its way through the plan.
+TEST(Plan, SizesBeyondCountingAreRefused) {
+  const auto plan = [](const Arguments& overrides) {
+    Arguments a = {"plan", kConfigs + "quickstart.json"};
+    a.insert(a.end(), overrides.begin(), overrides.end());
+    return program(a);
+  };
+  expect_refusal(plan({"train.global_batch_size=2147483647", "train.micro_batch_size=2147483647",
+                       "data.sequence_length=2147483647"}),
+                 2, {"train.global_batch_size is 2147483647", "limit is 2147483647"});
+  expect_refusal(plan({"model.vocab_size=2147483647"}), 2, {"model.vocab_size is 2147483647", "16777216"});
+  expect_refusal(plan({"model.num_experts=16384", "model.hidden_size=1048576", "model.moe_intermediate_size=1048576",
+                       "model.routed_expert_hidden_size=1048576"}),
+                 2, {"too large", "w1.weight", "2^55 parameters", "model.num_experts"});
+  // The longest row under the most heads: 2^59 bytes for one projection, and there are several.
+  expect_refusal(plan({"model.num_experts=0", "model.num_hidden_layers=2", "model.linear_attn_config.num_heads=65536",
+                       "model.linear_attn_config.head_dim=1024", "data.sequence_length=2147483647",
+                       "train.global_batch_size=1", "train.micro_batch_size=1"}),
+                 4, {"2^60 bytes", "train.micro_batch_size"});
+  const Outcome largest = must(plan({"model.vocab_size=16777216", "model.hidden_size=1048576"}));
+  EXPECT_NE(largest.out.find("total"), std::string::npos);
+}
+
 TEST(Plan, CountsWhatTrainingAllocates) {
   const TempDir dir;
   write_tokens(dir / "train.safetensors", 2000);

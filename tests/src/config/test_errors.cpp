@@ -1,5 +1,6 @@
 // What a bad run file is answered: the path, the line, the value, the limit and the way out.
 #include "config_support.h"
+#include "src/config/fields.h"
 
 namespace kestrel::test {
 namespace {
@@ -54,11 +55,14 @@ TEST(ConfigErrors, WrongTypes) {
 }
 
 TEST(ConfigErrors, OutOfRange) {
-  expect_parts(refusal_of_overrides({"train.steps=0"}), {"train.steps is 0", "of at least 1"});
-  expect_parts(refusal_of_overrides({"train.seed=-1"}), {"train.seed is -1", "of at least 0"});
-  expect_parts(refusal_of_overrides({"train.seed=18446744073709551615"}), {"train.seed is 18446744073709551615"});
-  expect_parts(refusal_of_overrides({"train.steps=1e300"}), {"train.steps is 1e+300", "whole number"});
-  expect_parts(refusal_of_overrides({"model.hidden_size=4294967296"}), {"is 4294967296", "[1, 2^31 - 1]"});
+  expect_parts(refusal_of_overrides({"train.steps=0"}), {"train.steps is 0", "[1, 2^31 - 1]"});
+  expect_parts(refusal_of_overrides({"train.seed=-1"}), {"train.seed is -1", "[0, 2^63 - 1]"});
+  expect_parts(refusal_of_overrides({"train.seed=18446744073709551615"}),
+               {"train.seed is 18446744073709551615", "[0, 2^63 - 1]"});
+  expect_parts(refusal_of_overrides({"train.seed=1e17"}), {"train.seed is 1e+17", "all its digits"});
+  EXPECT_EQ(small({"train.seed=9223372036854775807"}).train.seed, INT64_MAX);
+  expect_parts(refusal_of_overrides({"train.steps=1e300"}), {"train.steps is 1e+300", "whole number in [1, 2^31 - 1]"});
+  expect_parts(refusal_of_overrides({"model.hidden_size=4294967296"}), {"is 4294967296", "[1, 1048576]"});
   expect_parts(refusal_of_overrides({"optimizer.momentum=1"}), {"optimizer.momentum is 1", "[0, 1)"});
   expect_parts(refusal_of_overrides({"optimizer.grad_clip=0"}), {"is 0", "above 0", "null (no clipping)"});
   expect_parts(refusal_of_overrides({"data.sequence_length=0"}), {"data.sequence_length is 0", "[1, "});
@@ -74,6 +78,38 @@ TEST(ConfigErrors, OutOfRange) {
                  {std::string("gate_lower_bound is ") + bound, "[-5.9, 0)", "use null"});
   }
   EXPECT_EQ(small({"model.linear_attn_config.gate_lower_bound=-5.9"}).model.linear_attn.gate_lower_bound, -5.9);
+}
+
+// Every integer field has an end, so that no count made of them leaves 64 bits.
+TEST(ConfigErrors, EveryWholeNumberHasAnUpperLimit) {
+  for (const Field& f : fields()) {
+    const bool whole = f.kind == Field::Kind::integer || f.kind == Field::Kind::integers;
+    if (whole && f.role == Field::Role::effective) {
+      EXPECT_LE(f.max, Field::kMaxWhole) << f.path;
+    }
+  }
+}
+
+TEST(ConfigErrors, TokensOfAStep) {
+  expect_parts(refusal_of_overrides({"train.global_batch_size=2147483646"}),
+               {"train.global_batch_size is 2147483646", "tokens in a step", "the limit is 2147483647", "Lower"});
+  const std::string rows = "data.sequence_length=1000000000", two = "train.global_batch_size=2";
+  expect_parts(
+      refusal_of_overrides({rows, two, "train.micro_batch_size=2"}),
+      {"train.micro_batch_size is 2", "2000000000 tokens in a micro-batch, 2 rows", "the limit is 1073741823"});
+  EXPECT_EQ(small({rows, two, "train.micro_batch_size=1"}).tokens_per_step(), 2000000000);
+}
+
+TEST(ConfigErrors, StringsThatAreNoText) {
+  expect_parts(refusal_of_overrides({"log.dir=runs/\xff"}), {"command line (log.dir=", "not UTF-8"});
+  expect_parts(refusal_of_overrides({"log.dir=\"a\\u0000b\""}), {"\"a\\u0000b\"", "control character"});
+  expect_parts(refusal_of_overrides({"log.dir=a\nb"}), {"\"a\\nb\"", "control character"});
+  expect_parts(refusal_of_overrides({"data.train=[\"a\", \"b\\u007f\"]"}), {"data.train", "control character"});
+  expect_parts(refusal_with("\"hidden_size\": 16", "\"hidden_size\": \"\\u0001\""),
+               {"small.json:4: model.hidden_size", "control character"});
+  expect_parts(message_of([] { parse_run_config(kSmall, "a\xff.json"); }), {"name of the run file", "not UTF-8"});
+  EXPECT_EQ(small({"data.train=[\"a\",\n\"b\"]"}).data.train.size(), 2u);  // between values lines may end
+  EXPECT_EQ(small({"log.dir=runs/\xc3\xa9"}).log.dir, "runs/\xc3\xa9");
 }
 
 TEST(ConfigErrors, NotYetThere) {

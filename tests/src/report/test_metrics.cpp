@@ -112,12 +112,28 @@ TEST(Metrics, AFreshRunMovesTheEarlierLinesAside) {
   EXPECT_EQ(MetricsWriter(dir.path("metrics.jsonl"), 0).kept(), "");  // nothing in it to keep
 }
 
-TEST(Metrics, UnfinishedLinesAreNotRead) {
+TEST(Metrics, UnfinishedLastLineIsLeftOutAndNamed) {
   TempDir dir;
-  spill(dir.path("m"), "{\"step\":1,\"loss\":2}\nnoise\n[1]\n{\"loss\":3}\n{\"step\":2,\"lo");
-  const auto rows = read_metrics(dir.path("m"));
+  std::string unfinished;
+  spill(dir.path("m"), "{\"step\":1,\"loss\":2}\n{\"step\":2,\"lo");
+  const auto rows = read_metrics(dir.path("m"), &unfinished);
   ASSERT_EQ(rows.size(), 1u);
   EXPECT_EQ(rows[0].number("loss"), 2.);
+  EXPECT_NE(unfinished.find("m:2: the last line is cut off"), std::string::npos) << unfinished;
+  unfinished.clear();
+  spill(dir.path("m"), "{\"step\":1,\"loss\":2}\n");
+  EXPECT_EQ(read_metrics(dir.path("m"), &unfinished).size(), 1u);
+  EXPECT_EQ(unfinished, "");
+}
+
+TEST(Metrics, LinesOfNoRunAreRefused) {
+  TempDir dir;
+  for (const std::string bad : {"noise\n", "noise", "[1]\n", "{\"loss\":3}\n", "{\"step\":2,\"lo\n{\"step\":3}\n", "\n",
+                                "{\"step\":1.5}\n", "\xff\n"}) {
+    spill(dir.path("m"), "{\"step\":1,\"loss\":2}\n" + bad);
+    const std::string message = error_of<DataError>([&] { read_metrics(dir.path("m")); });
+    EXPECT_NE(message.find("m:2: "), std::string::npos) << bad << message;
+  }
 }
 
 TEST(Metrics, ErrorsSayWhereAndWhy) {
