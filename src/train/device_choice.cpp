@@ -1,5 +1,6 @@
 #include "src/train/device_choice.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,6 +26,10 @@ int64_t device_memory(Device device) {
   // The two versions of control groups, as a container sees its own; "max" is no number and no limit.
   for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
     if (std::ifstream(file) >> limit) bytes = std::min(bytes, limit);
+  }
+  rlimit address_space{};  // ulimit -v
+  if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
+    bytes = std::min(bytes, static_cast<int64_t>(address_space.rlim_cur));
   }
   return bytes;
 }

@@ -11,7 +11,7 @@ namespace kestrel {
 // DeviceError.
 Device choose_device(const TrainConfig& config);
 
-// Bytes of memory it has in all.  The CPU's: the machine's, or the share that a control group leaves this process.
+// Bytes of memory it has in all.  The CPU's: the machine's, or what a control group or `ulimit -v` leaves this process.
 int64_t device_memory(Device device);
 
 // The CPU computes in fp32 whatever train.precision says; start-up lines say so.

@@ -118,7 +118,7 @@ TEST_F(Guard, ResultsThatAreNotFiniteAreNoSuccess) {
   write_text(dir_ / "choices.jsonl", R"({"context": "a", "choices": [" b", " c"], "answer": 0})");
   const Outcome loss =
       program({"eval", model, "--data", dir_ / "data/validation-*.safetensors", "--sequence-length", "24", "--json"});
-  const Outcome choices = program({"eval", model, "--choices", dir_ / "choices.jsonl"});
+  const Outcome choices = program({"eval", model, "--choices", dir_ / "choices.jsonl", "--sequence-length", "24"});
   const Outcome written = program({"generate", model, "--prompt", "In the", "--temperature", "0"});
   expect_refusal(loss, 5, {model, "the loss", "earlier checkpoint"});
   expect_refusal(choices, 5, {"\" b\"", "earlier checkpoint"});
