@@ -38,24 +38,29 @@ grep -E '^\[  (FAILED|PASSED)' "$work/tests.log" | sort -u | head -n 40
 [[ $tests_rc -ne 0 ]] && grep -E 'Failure' -A 7 "$work/tests.log" | head -n 80
 grep -E '^KDA ' "$work/tests.log"
 
-echo "== model fixtures on the GPU"
-for precision in fp32 bf16; do
-  for fixture in tests/fixtures/model_*; do
-    name=$(basename "$fixture")
-    if "$binaries/kestrel" parity --device cuda --precision $precision --model "$fixture" --tokens "$fixture/expected.safetensors" \
-      --out "$work/out.safetensors" --grads >"$work/parity.log" 2>&1; then
-      line=$(python3 tests/gpu/compare_parity.py "$work/out.safetensors" "$fixture/expected.safetensors" --json)
-    else
-      line="{\"error\": $(python3 -c 'import json,sys; print(json.dumps(open(sys.argv[1]).read()[-400:]))' "$work/parity.log")}"
-    fi
-    echo "{\"fixture\": \"$name\", \"precision\": \"$precision\", \"result\": $line}" >>"$work/parity.jsonl"
-  done
+echo "== model fixtures on the GPU, and the floor of bf16: fp32 arithmetic on the CPU with weights rounded to bf16"
+parity() {  # PRECISION-NAME FIXTURE MODEL DEVICE PRECISION: a line into parity.jsonl
+  local expected=tests/fixtures/$2/expected.safetensors line
+  if "$binaries/kestrel" parity --device "$4" --precision "$5" --model "$3" --tokens "$expected" --out "$work/out.safetensors" --grads \
+    >"$work/parity.log" 2>&1; then
+    line=$(python3 tests/gpu/compare_parity.py "$work/out.safetensors" "$expected" --json)
+  else
+    line="{\"error\": $(python3 -c 'import json,sys; print(json.dumps(open(sys.argv[1]).read()[-400:]))' "$work/parity.log")}"
+  fi
+  echo "{\"fixture\": \"$2\", \"precision\": \"$1\", \"result\": $line}" >>"$work/parity.jsonl"
+}
+for fixture in tests/fixtures/model_*; do
+  name=$(basename "$fixture")
+  python3 tests/gpu/round_weights.py "$fixture" "$work/rounded" || exit 1
+  parity fp32 "$name" "$fixture" cuda fp32
+  parity bf16 "$name" "$fixture" cuda bf16
+  parity "fp32, weights in bf16" "$name" "$work/rounded" cpu fp32
 done
 python3 - "$work/parity.jsonl" <<'P'
 import json, sys
 for line in open(sys.argv[1]):
     j = json.loads(line); r = j["result"]
-    print(f"{j['precision']} {j['fixture']:32s}", r["error"][:300] if "error" in r else
+    print(f"{j['fixture']:30s} {j['precision']:21s}", r["error"][:300] if "error" in r else
           f"loss {r['loss']:.1e} logits {r['logits']:.1e} gradient {r['worst_gradient']:.1e} ({r['worst_gradient_name']}) cosine {r['worst_cosine']:.5f} ({r['worst_cosine_name']}), median {r['median_cosine']:.5f}, {r['cosines_of_0.999']} of {r['gradients']} at least 0.999")
 P
 
