@@ -33,8 +33,8 @@ if [[ $preset == test ]]; then
   find_cuda_toolkit "$venv" build/cuda || echo "no CUDA toolkit can be had: building the CPU back end only" >&2
 fi
 
-# Two jobs at least, never more than the machine has; the tests themselves compute with one thread each.
-jobs=$(nproc)
+# As many jobs as the machine has processors (nproc would obey OMP_NUM_THREADS); the tests compute with one thread each.
+jobs=$(env -u OMP_NUM_THREADS nproc)
 export OMP_NUM_THREADS=1
 # mpirun as root, with more ranks than cores.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <memory>
 
+#include "kernels/core/device.h"
 #include "src/infer/decoder.h"
 #include "src/infer/load_model.h"
 #include "src/infer/sampler.h"
@@ -14,16 +15,29 @@ namespace kestrel::tools {
 namespace {
 
 struct Options {
-  std::string model, prompt;
+  std::string model, prompt, device = "auto", precision = "fp32";
   std::optional<std::string> tokenizer;
   int64_t max_tokens = 128;
   Sampling sampling;
   bool from_stdin = false, ignore_eos = false;
 };
 
+Device device_of(const Options& o) {
+  const DeviceCount gpus = device_count();
+  if (o.device == "cuda" && gpus.count == 0)
+    throw DeviceError(text("--device cuda: there is no GPU to compute on: ", gpus.reason, ". Use --device cpu."));
+  const Device device = o.device != "cpu" && gpus.count > 0 ? Device::cuda : Device::cpu;
+  if (device == Device::cpu && o.precision == "bf16")
+    throw ConfigError("--precision bf16: the CPU back end computes in fp32. Use a GPU, or --precision fp32.");
+  if (device == Device::cuda) use_device(0);
+  return device;
+}
+
 int run(const Options& o) {
   check_sampling(o.sampling);
-  const InferenceModel m = load_model(o.model, o.tokenizer);
+  const Device device = device_of(o);
+  const InferenceModel m =
+      load_model(o.model, o.tokenizer, device, o.precision == "bf16" ? DType::bf16 : DType::f32);
   const Tokenizer& tokenizer = m.need_tokenizer();
   std::string prompt = o.prompt;
   if (o.from_stdin) prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
@@ -55,9 +69,10 @@ int run(const Options& o) {
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   std::fputs("\n", stdout);
   std::fflush(stdout);
-  std::fprintf(stderr, "%lld tokens in %.2f s (%.1f tokens/s, prompt of %zu included) from %s\n",
+  std::fprintf(stderr, "%lld tokens in %.2f s (%.1f tokens/s, prompt of %zu included) from %s on %s in %s\n",
                static_cast<long long>(made), seconds,
-               static_cast<double>(made + static_cast<int64_t>(ids.size())) / seconds, ids.size(), m.source.c_str());
+               static_cast<double>(made + static_cast<int64_t>(ids.size())) / seconds, ids.size(), m.source.c_str(),
+               name_of(device), o.precision.c_str());
   return 0;
 }
 
@@ -79,6 +94,12 @@ void add_generate_command(CLI::App& app, int& exit_code) {
   add_integer(c, "--top-k", o->sampling.top_k, "Keep the k likeliest tokens (0: all)", 0, kMaxSize);
   c.add_option("--top-p", o->sampling.top_p, "Keep the likeliest tokens up to this probability")->capture_default_str();
   add_integer(c, "--seed", o->sampling.seed, "Seed of the draws", 0, UINT64_MAX);
+  c.add_option("--device", o->device, "auto takes a GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  c.add_option("--precision", o->precision, "fp32, or bf16 on a GPU")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->capture_default_str();
   c.add_flag("--ignore-eos", o->ignore_eos, "Go on after the end-of-text token");
   c.callback([o, &exit_code] { exit_code = run(*o); });
 }

@@ -110,18 +110,18 @@ void mla_assemble_backward(Stream& s, const MlaDims& d, Tensor dkv, Tensor dk_sh
 void mla_decode(Stream& s, const MlaDims& d, int64_t past, Tensor o, Tensor q, Tensor latent, Tensor k_shared,
                 Tensor kv_b) {
   const OpRange range(s, "mla_decode");
-  if (s.device() != Device::cpu) {
-    throw ConfigError(
-        "generating text with a cache runs on the CPU only, and a CUDA device was chosen. Choose the CPU.");
-  }
   check_mla(d);
+  check_device(s, q.dtype);
   const int64_t M = q.rows(), S = latent.rows(), c = latent.cols();
   KESTREL_CHECK(past >= 0 && S == past + M, "a cache of ", S, " tokens, ", past, " past and ", M, " new ones");
-  check_matrix("q", q, DType::f32, M, d.H * (d.nope + d.rope));
-  check_matrix("o", o, DType::f32, M, d.H * d.v);
-  check_matrix("latent", latent, DType::f32, S, c);
-  check_matrix("k_shared", k_shared, DType::f32, S, d.rope);
-  check_matrix("kv_b", kv_b, DType::f32, d.H * (d.nope + d.v), c);
+  check_matrix("q", q, q.dtype, M, d.H * (d.nope + d.rope));
+  check_matrix("o", o, q.dtype, M, d.H * d.v);
+  check_matrix("latent", latent, q.dtype, S, c);
+  check_matrix("k_shared", k_shared, q.dtype, S, d.rope);
+  check_matrix("kv_b", kv_b, q.dtype, d.H * (d.nope + d.v), c);
+  if constexpr (kBuiltWithCuda) {
+    if (s.device() == Device::cuda) return cuda::mla_decode(s, d, past, o, q, latent, k_shared, kv_b);
+  }
   ScratchScope scope(s);
   const int64_t rows = cpu::decode_block(M, d.H) * d.H;
   Tensor query = s.temp({rows, c + d.rope}, DType::f32), sum = s.temp({rows, c}, DType::f32);

@@ -11,8 +11,8 @@
 //
 // dtypes: F32; on CUDA q, k, v, o and their gradients may be BF16 instead (scores, softmax and sums stay fp32).  On
 // CUDA Dqk and Dv are at most 256; cuDNN serves BF16 without documents (attention_cudnn.h says when), own kernels the
-// rest: cuDNN would want documents as sequences of lengths known to the host.  mla_decode runs on the CPU only: on CUDA
-// it is a ConfigError.
+// rest: cuDNN would want documents as sequences of lengths known to the host.  mla_decode on CUDA takes c + rope up to
+// 1152, a ConfigError beyond.
 #pragma once
 
 #include "kernels/core/stream.h"

@@ -14,35 +14,53 @@ constexpr int64_t kChunk = 256;  // tokens of a prompt taken at once
 
 }  // namespace
 
-Decoder::Decoder(Model& model, int64_t max_tokens) : model_(model), max_tokens_(max_tokens) {
+Decoder::Decoder(Model& model, int64_t max_tokens)
+    : model_(model),
+      device_(model.head()->w.device),
+      dtype_(model.parameters().working_dtype()),
+      max_tokens_(max_tokens),
+      queue_(device_) {
+  const int64_t chunk = std::min(kChunk, max_tokens_), V = model_.config().vocab_size;
   const auto allocate = [&](Arena& arena) {
     layers_.clear();
     for (const auto& sublayer : model_.sublayers_) {
       LayerState& l = layers_.emplace_back();
       if (const auto* kda = dynamic_cast<const KdaLayer*>(sublayer.get())) {
         l.state = arena.keep({1, kda->heads(), kda->head_dim(), kda->head_dim()}, DType::f32, "states");
-        l.history = arena.keep({kda->conv_width() - 1, 3 * kda->heads() * kda->head_dim()}, DType::f32, "states");
+        l.history = arena.keep({kda->conv_width() - 1, 3 * kda->heads() * kda->head_dim()}, dtype_, "states");
       } else if (const auto* mla = dynamic_cast<const MlaLayer*>(sublayer.get())) {
-        l.latent = arena.keep({max_tokens_, mla->latent_dim()}, DType::f32, "cache");
-        l.k_shared = arena.keep({max_tokens_, mla->rope_dim()}, DType::f32, "cache");
+        l.latent = arena.keep({max_tokens_, mla->latent_dim()}, dtype_, "cache");
+        l.k_shared = arena.keep({max_tokens_, mla->rope_dim()}, dtype_, "cache");
       }
     }
+    tokens_ = arena.keep({1, chunk}, DType::i32, "batch");
+    logits_ = arena.keep({1, V}, DType::f32, "batch");
   };
-  Arena planner = Arena::planner(Device::cpu);
+  Arena planner = Arena::planner(device_);
   allocate(planner);
-  // The largest call: a full chunk at the end of the longest sequence.
-  const std::vector<int32_t> ids(static_cast<size_t>(std::min(kChunk, max_tokens_)));
-  length_ = max_tokens_ - static_cast<int64_t>(ids.size());
-  const int64_t bytes = planned_bytes(Device::cpu, [&](Stream& s) { run(s, ids); });
-  state_memory_ = std::make_unique<Arena>(Device::cpu, planner.peak());
+  // The largest calls, at the end of the longest sequence: a full chunk, and one token, whose scratch grows with the
+  // tokens before it.
+  const auto bytes_of = [&](int64_t count) {
+    length_ = max_tokens_ - count;
+    return planned_bytes(device_, [&](Stream& s) { run(s, count); });
+  };
+  const int64_t bytes = std::max(bytes_of(chunk), bytes_of(1));
+  state_memory_ = std::make_unique<Arena>(device_, planner.peak());
   allocate(*state_memory_);
-  arena_ = std::make_unique<Arena>(Device::cpu, bytes);
-  logits_.resize(static_cast<size_t>(model_.config().vocab_size));
+  arena_ = std::make_unique<Arena>(device_, bytes);
+  host_tokens_ = PinnedBuffer(device_, chunk * size_of(DType::i32));
+  host_logits_ = PinnedBuffer(device_, V * size_of(DType::f32));
   reset();
 }
 
-void Decoder::reset() {
+Stream Decoder::stream() const {
   Stream s(*arena_);
+  s.queue = queue_.get();
+  return s;
+}
+
+void Decoder::reset() {
+  Stream s = stream();
   for (LayerState& l : layers_) {
     if (l.state) fill_zero(s, l.state);
     if (l.history) fill_zero(s, l.history);
@@ -62,16 +80,24 @@ std::span<const float> Decoder::feed(std::span<const int32_t> tokens) {
       throw DataError(
           text("token id ", id, " is outside the model's vocabulary [0, ", model_.config().vocab_size, ")"));
   }
-  Stream s(*arena_);
+  Stream s = stream();
   for (int64_t i = 0; i < n; i += kChunk) {
     const int64_t count = std::min(kChunk, n - i);
-    run(s, tokens.subspan(static_cast<size_t>(i), static_cast<size_t>(count)));
+    const Tensor host = host_tokens_.tensor({1, count}, DType::i32);
+    std::copy_n(tokens.begin() + i, count, host.i32());
+    upload(s, Tensor(tokens_.data, {1, count}, DType::i32, device_), host);
+    run(s, count);
+    wait(s);  // before host_tokens_ is written again
     length_ += count;
   }
-  if (!std::all_of(logits_.begin(), logits_.end(), [](float x) { return std::isfinite(x); }))
+  const Tensor host = host_logits_.tensor({1, model_.config().vocab_size}, DType::f32);
+  download(s, host, logits_);
+  wait(s);
+  const std::span<const float> logits(host.f32(), static_cast<size_t>(host.numel()));
+  if (!std::all_of(logits.begin(), logits.end(), [](float x) { return std::isfinite(x); }))
     throw DivergedError(text("the logits after token ", length_,
                              " are not finite: the weights are too large to compute with. Use an earlier checkpoint."));
-  return logits_;
+  return logits;
 }
 
 void Decoder::mix(const Pass& pass, Tensor out, Tensor x, size_t i) {
@@ -86,19 +112,19 @@ void Decoder::mix(const Pass& pass, Tensor out, Tensor x, size_t i) {
   }
 }
 
-void Decoder::run(Stream& s, std::span<const int32_t> tokens) {
-  const int64_t T = static_cast<int64_t>(tokens.size());
+// The last `count` tokens of the sequence are in tokens_.
+void Decoder::run(Stream& s, int64_t count) {
   Pass pass(s);
   pass.B = 1;
-  pass.T = T;
+  pass.T = count;
+  pass.dtype = dtype_;
   pass.keep = pass.observe = false;
   const int64_t mark = s.arena->keep_mark();
   {
     ScratchScope scope(s);
-    const MicroBatch batch{Tensor::of(tokens.data(), {1, T}), {}, {}};
+    const MicroBatch batch{Tensor(tokens_.data, {1, count}, DType::i32, device_), {}, {}};
     const Tensor x = model_.forward(pass, batch, [&](size_t i, Tensor out, Tensor in) { mix(pass, out, in, i); });
-    gemm(s, Tensor::of(logits_.data(), {1, model_.config().vocab_size}), x.slice(T - 1, 1), Trans::no, model_.head()->w,
-         Trans::yes);
+    gemm(s, logits_, x.slice(count - 1, 1), Trans::no, model_.head()->w, Trans::yes);
   }
   s.arena->release_keep(mark);
 }

@@ -1,14 +1,16 @@
 // Token-by-token decoding: a new token costs one token's work, whatever came before.
 //
 // Per KDA layer a state [H,K,K] and the last W-1 convolution inputs; per MLA layer the normalised latents and the
-// shared keys of all tokens so far (c + rope numbers a token). Routing uses the frozen bias.  One sequence at a time,
-// fp32 on the CPU.
+// shared keys of all tokens so far (c + rope numbers a token). Routing uses the frozen bias.  One sequence at a time, on
+// the device and in the dtype that the model's weights were allocated for; KDA states are F32.
 #pragma once
 
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "kernels/core/device.h"
+#include "kernels/core/transfer.h"
 #include "src/model/model.h"
 
 namespace kestrel {
@@ -26,7 +28,8 @@ class Decoder {
   int64_t max_tokens() const { return max_tokens_; }
 
  private:
-  void run(Stream& s, std::span<const int32_t> tokens);
+  void run(Stream& s, int64_t count);
+  Stream stream() const;
   void mix(const Pass& pass, Tensor out, Tensor x, size_t sublayer);
 
   struct LayerState {
@@ -34,10 +37,14 @@ class Decoder {
     Tensor latent, k_shared;  // MLA
   };
   Model& model_;
+  Device device_;
+  DType dtype_;
   int64_t max_tokens_, length_ = 0;
+  DeviceQueue queue_;
   std::unique_ptr<Arena> state_memory_, arena_;
   std::vector<LayerState> layers_;  // per sublayer; feed-forward entries stay empty
-  std::vector<float> logits_;
+  Tensor tokens_, logits_;  // of a call, on the device; logits [1, vocab] F32
+  PinnedBuffer host_tokens_, host_logits_;
 };
 
 }  // namespace kestrel

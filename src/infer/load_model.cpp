@@ -14,12 +14,17 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void make_model(InferenceModel& m) {
+struct Place {
+  Device device;
+  DType working;
+};
+
+void make_model(InferenceModel& m, const Place& at) {
   m.model = std::make_unique<Model>(m.config);
-  m.model->parameters().allocate(Device::cpu, DType::f32, /*gradients=*/false);
+  m.model->parameters().allocate(at.device, at.working, /*gradients=*/false);
 }
 
-void from_checkpoint(InferenceModel& m, const LoadedCheckpoint& c) {
+void from_checkpoint(InferenceModel& m, const LoadedCheckpoint& c, const Place& at) {
   m.source = c.dir;
   m.step = c.step;
   const auto state = parse_json_strict(c.train_state_json, c.dir + "/train_state.json");
@@ -28,14 +33,14 @@ void from_checkpoint(InferenceModel& m, const LoadedCheckpoint& c) {
   m.run = parse_run_config(state["config"].dump(), c.dir + "/train_state.json");
   m.config = m.run->model;
   m.trained_with = state.value(nlohmann::json::json_pointer("/data/tokenizer"), "");
-  make_model(m);
+  make_model(m, at);
   load_weights(m.model->parameters(), c);
 }
 
-void from_hf(InferenceModel& m, const std::string& dir) {
+void from_hf(InferenceModel& m, const std::string& dir, const Place& at) {
   m.source = dir;
   m.config = parse_model_config(read_file(dir + "/config.json"), dir + "/config.json");
-  make_model(m);
+  make_model(m, at);
   load_weights(m.model->parameters(), WeightSource(dir));
 }
 
@@ -57,13 +62,15 @@ const Tokenizer& InferenceModel::need_tokenizer() const {
   return *tokenizer;
 }
 
-InferenceModel load_model(const std::string& path, const std::optional<std::string>& tokenizer) {
+InferenceModel load_model(const std::string& path, const std::optional<std::string>& tokenizer, Device device,
+                          DType working) {
+  const Place at{device, working};
   InferenceModel m;
   const fs::path p(path);
   if (fs::exists(p / "manifest.json")) {
-    from_checkpoint(m, open_checkpoint(path));
+    from_checkpoint(m, open_checkpoint(path), at);
   } else if (fs::exists(p / "model.safetensors") || fs::exists(p / "model.safetensors.index.json")) {
-    from_hf(m, path);
+    from_hf(m, path, at);
   } else if (fs::exists(p / "config.json")) {
     const std::string checkpoints = checkpoints_of(path);
     std::vector<RejectedCheckpoint> rejected;
@@ -72,7 +79,7 @@ InferenceModel load_model(const std::string& path, const std::optional<std::stri
       throw DataError(text(path, ": no good checkpoint in ", checkpoints, list_of(rejected),
                            "\nTrain first, or name a checkpoint folder."));
     }
-    from_checkpoint(m, *found);
+    from_checkpoint(m, *found, at);
   } else {
     throw DataError(text(
         path,

@@ -24,7 +24,8 @@ struct InferenceModel {
 
 // `path`: a run directory (its newest good checkpoint), one checkpoint folder, or a directory with config.json (a model
 // section) and model.safetensors.  `tokenizer` is used in place of the file named or found there; it must be the same
-// tokenizer.  DataError when nothing fits.
-InferenceModel load_model(const std::string& path, const std::optional<std::string>& tokenizer = {});
+// tokenizer.  The weights go to `device`; in BF16 its working copies are rounded.  DataError when nothing fits.
+InferenceModel load_model(const std::string& path, const std::optional<std::string>& tokenizer = {},
+                          Device device = Device::cpu, DType working = DType::f32);
 
 }  // namespace kestrel

@@ -143,7 +143,11 @@ void KdaLayer::decode(const Pass& pass, Tensor y, Tensor x, Tensor state, Tensor
     const Tensor row = qkv(a_.proj).slice(b * pass.T, pass.T);
     const Tensor h = history.slice(b * W1, W1);
     const int64_t old = std::max<int64_t>(0, W1 - pass.T);  // entries of the old history that stay
-    if (old > 0) copy_cast(pass.s, h.slice(0, old), h.slice(W1 - old, old));
+    if (old > 0) {  // the two ranges may overlap
+      const Tensor kept = pass.s.temp({old, history.cols()}, history.dtype);
+      copy_cast(pass.s, kept, h.slice(W1 - old, old));
+      copy_cast(pass.s, h.slice(0, old), kept);
+    }
     copy_cast(pass.s, h.slice(old, W1 - old), row.slice(pass.T - (W1 - old), W1 - old));
   }
 }

@@ -304,10 +304,44 @@ TEST(GpuAttention, MlaAssemble) {
   }
 }
 
-TEST(GpuAttention, DecodingIsRefusedWithTheWayOut) {
+// One token over a short and over a long cache (pieces), several tokens, every width of the kernel.
+TEST(GpuAttention, MlaDecode) {
+  CpuStream cpu(int64_t{256} << 20);
+  CudaStream cuda;
+  struct Case {
+    int64_t H, nope, rope, v, c, past, M, left, right;
+  };
+  for (const DType t : {DType::f32, DType::bf16}) {
+    for (const Case& k : {Case{2, 4, 4, 4, 8, 0, 1, 0, 0}, Case{3, 5, 3, 7, 13, 70, 1, 1, 2}, Case{1, 0, 4, 4, 6, 3, 5, 0, 0},
+                          Case{4, 8, 0, 8, 40, 257, 2, 0, 0}, Case{16, 128, 64, 128, 512, 1500, 1, 0, 8},
+                          Case{16, 128, 64, 128, 512, 100, 130, 8, 0}, Case{2, 16, 32, 16, 1000, 300, 3, 0, 0}}) {
+      SCOPED_TRACE(text(name_of(t), " H ", k.H, " nope ", k.nope, " rope ", k.rope, " v ", k.v, " c ", k.c, " past ",
+                        k.past, " M ", k.M));
+      const MlaDims d{k.M, k.H, k.nope, k.rope, k.v};
+      const int64_t S = k.past + k.M;
+      Buffer q({k.M, k.H * (k.nope + k.rope)}), latent({S, k.c}), shared({S, k.rope}), kv_b({k.H * (k.nope + k.v), k.c}),
+          o({k.M, k.H * k.v});
+      q.normal(1);
+      latent.normal(2);
+      shared.normal(3);
+      kv_b.normal(4, 1 / std::sqrt(static_cast<float>(k.c)));
+      for (const Buffer* b : {&q, &latent, &shared, &kv_b}) round_to(t, *b);
+      mla_decode(cpu, d, k.past, o, q, latent, shared, kv_b);
+      DeviceBuffer xq(q, t, k.left, k.right), xlatent(latent, t, k.right, k.left), xshared(shared, t, k.left, k.right),
+          xkv_b(kv_b, t), xo({k.M, k.H * k.v}, t, k.right, k.left), again({k.M, k.H * k.v}, t, k.right, k.left);
+      cuda.run([&](Stream& s) { mla_decode(s, d, k.past, xo, xq, xlatent, xshared, xkv_b); });
+      cuda.run([&](Stream& s) { mla_decode(s, d, k.past, again, xq, xlatent, xshared, xkv_b); });
+      // BF16: the mean of the latents is rounded before the last product, and the output after it.
+      expect_close("o", xo, o, t == DType::bf16 ? 5e-3 : 1e-5);
+      expect_same_bits("o", xo, again);
+    }
+  }
+}
+
+TEST(GpuAttention, DecodingWideLatentsIsRefusedWithTheWayOut) {
   CudaStream cuda;
   const MlaDims d{1, 2, 4, 4, 4};
-  DeviceBuffer o({1, 8}), q({1, 16}), latent({1, 8}), shared({1, 4}), kv_b({16, 8});
+  DeviceBuffer o({1, 8}), q({1, 16}), latent({1, 1149}), shared({1, 4}), kv_b({16, 1149});
   EXPECT_THROW(cuda.run([&](Stream& s) { mla_decode(s, d, 0, o, q, latent, shared, kv_b); }), ConfigError);
 }
 

@@ -142,6 +142,12 @@ TEST(Commands, GenerationStreamsRepeatsAndRefuses) {
   EXPECT_NE(draw("1"), draw("2"));
   expect_refusal(program({"generate", dir / "run", "--top-p", "0"}), 2, {"top-p", "0", "(0, 1]"});
   expect_refusal(program({"generate", dir / "nowhere"}), 3, {"nowhere"});
+
+  CommandOptions no_gpu;
+  no_gpu.setting["CUDA_VISIBLE_DEVICES"] = "";
+  expect_refusal(program({"generate", dir / "run", "--device", "cuda"}, no_gpu), 4, {"--device cuda", "--device cpu"});
+  expect_refusal(program({"generate", dir / "run", "--device", "cpu", "--precision", "bf16"}), 2, {"bf16", "fp32"});
+  expect_refusal(program({"generate", dir / "run", "--device", "tpu"}), 2, {"tpu", "cpu", "cuda"});
 }
 
 TEST(Report, OfWhatIsNoRunIsRefused) {
