@@ -1,5 +1,5 @@
-// Attention of new tokens over a cache of latents.  With the queries absorbed (q_h = W_k,h^T q_nope) all heads of a token
-// read the same c + rope numbers a key, so a cache row is read from memory once and from L1 by the other heads.
+// Attention of new tokens over a cache of latents.  With the queries absorbed (q_h = W_k,h^T q_nope) all heads of a
+// token read the same c + rope numbers a key, so a cache row is read from memory once and from L1 by the other heads.
 //
 //   1. query[M,H,c] = q_nope W_k             one product a head
 //   2. a warp takes one (token, head) and a piece of the cache: scores, online softmax and the weighted sum of latents
@@ -136,8 +136,8 @@ void mix(cudaStream_t stream, const Mix<E>& a, int64_t pieces) {
   }
   CUDA_CHECK(cudaGetLastError());
   if (pieces == 1) return;
-  join_pieces<E><<<static_cast<unsigned>(a.rows), kThreads, 0, stream>>>(a.sum, a.partial, a.rows, a.c,
-                                                                         static_cast<int>(pieces));
+  join_pieces<E>
+      <<<static_cast<unsigned>(a.rows), kThreads, 0, stream>>>(a.sum, a.partial, a.rows, a.c, static_cast<int>(pieces));
   CUDA_CHECK(cudaGetLastError());
 }
 

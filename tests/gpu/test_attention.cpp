@@ -304,23 +304,26 @@ TEST(GpuAttention, MlaAssemble) {
   }
 }
 
+struct DecodeCase {
+  int64_t H, nope, rope, v, c, past, M, left, right;
+};
+
 // One token over a short and over a long cache (pieces), several tokens, every width of the kernel.
 TEST(GpuAttention, MlaDecode) {
   CpuStream cpu(int64_t{256} << 20);
   CudaStream cuda;
-  struct Case {
-    int64_t H, nope, rope, v, c, past, M, left, right;
-  };
   for (const DType t : {DType::f32, DType::bf16}) {
-    for (const Case& k : {Case{2, 4, 4, 4, 8, 0, 1, 0, 0}, Case{3, 5, 3, 7, 13, 70, 1, 1, 2}, Case{1, 0, 4, 4, 6, 3, 5, 0, 0},
-                          Case{4, 8, 0, 8, 40, 257, 2, 0, 0}, Case{16, 128, 64, 128, 512, 1500, 1, 0, 8},
-                          Case{16, 128, 64, 128, 512, 100, 130, 8, 0}, Case{2, 16, 32, 16, 1000, 300, 3, 0, 0}}) {
+    for (const DecodeCase& k :
+         {DecodeCase{2, 4, 4, 4, 8, 0, 1, 0, 0}, DecodeCase{3, 5, 3, 7, 13, 70, 1, 1, 2},
+          DecodeCase{1, 0, 4, 4, 6, 3, 5, 0, 0}, DecodeCase{4, 8, 0, 8, 40, 257, 2, 0, 0},
+          DecodeCase{16, 128, 64, 128, 512, 1500, 1, 0, 8}, DecodeCase{16, 128, 64, 128, 512, 100, 130, 8, 0},
+          DecodeCase{2, 16, 32, 16, 1000, 300, 3, 0, 0}}) {
       SCOPED_TRACE(text(name_of(t), " H ", k.H, " nope ", k.nope, " rope ", k.rope, " v ", k.v, " c ", k.c, " past ",
                         k.past, " M ", k.M));
       const MlaDims d{k.M, k.H, k.nope, k.rope, k.v};
       const int64_t S = k.past + k.M;
-      Buffer q({k.M, k.H * (k.nope + k.rope)}), latent({S, k.c}), shared({S, k.rope}), kv_b({k.H * (k.nope + k.v), k.c}),
-          o({k.M, k.H * k.v});
+      Buffer q({k.M, k.H * (k.nope + k.rope)}), latent({S, k.c}), shared({S, k.rope}),
+          kv_b({k.H * (k.nope + k.v), k.c}), o({k.M, k.H * k.v});
       q.normal(1);
       latent.normal(2);
       shared.normal(3);
