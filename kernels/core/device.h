@@ -42,7 +42,8 @@ void use_device(int index);
 // Owns the queue of a stream.  For the CPU there is none: get() is null and wait() returns at once.
 class DeviceQueue {
  public:
-  explicit DeviceQueue(Device device);
+  // `name`: what profilers call it (an NVTX stream name).
+  explicit DeviceQueue(Device device, const char* name = "compute");
   ~DeviceQueue();
   DeviceQueue(const DeviceQueue&) = delete;
   DeviceQueue& operator=(const DeviceQueue&) = delete;
