@@ -25,11 +25,10 @@ void use_device(int index) {
   throw DeviceError(text("cannot use CUDA device ", index, ": ", kNotBuilt, "."));
 }
 
-DeviceQueue::DeviceQueue(Device device, [[maybe_unused]] const char* name) : device_(device) {
+DeviceQueue::DeviceQueue(Device device) : device_(device) {
   if (device == Device::cpu) return;
   if constexpr (kBuiltWithCuda) {
     queue_ = cuda::create_queue();
-    cuda::name_queue(queue_, name);
     return;
   }
   throw DeviceError(text("cannot make a CUDA queue: ", kNotBuilt, "."));

@@ -2,7 +2,6 @@
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
-#include <nvtx3/nvToolsExtCudaRt.h>
 #define KESTREL_HAVE_NVTX 1
 #endif
 
@@ -154,12 +153,6 @@ float milliseconds_between(void* first, void* last) {
   float ms = 0;
   CUDA_CHECK(cudaEventElapsedTime(&ms, static_cast<cudaEvent_t>(first), static_cast<cudaEvent_t>(last)));
   return ms;
-}
-
-void name_queue([[maybe_unused]] void* queue, [[maybe_unused]] const char* name) {
-#ifdef KESTREL_HAVE_NVTX
-  nvtxNameCudaStreamA(static_cast<cudaStream_t>(queue), name);
-#endif
 }
 
 void push_range([[maybe_unused]] const char* name) {

@@ -42,8 +42,7 @@ void use_device(int index);
 // Owns the queue of a stream.  For the CPU there is none: get() is null and wait() returns at once.
 class DeviceQueue {
  public:
-  // `name`: what profilers call it (an NVTX stream name).
-  explicit DeviceQueue(Device device, const char* name = "compute");
+  explicit DeviceQueue(Device device);
   ~DeviceQueue();
   DeviceQueue(const DeviceQueue&) = delete;
   DeviceQueue& operator=(const DeviceQueue&) = delete;

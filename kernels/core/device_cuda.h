@@ -23,15 +23,6 @@ void destroy_event(void* event) noexcept;
 void record_event(void* event, void* queue);
 float milliseconds_between(void* first, void* last);  // both done: the caller has waited
 
-// A queue's work as a CUDA graph: between begin and end what is queued is recorded, not run.
-void begin_recording(void* queue);
-void* end_recording(void* queue);
-void drop_recording(void* queue) noexcept;  // after a failure in between
-void replay(void* recording, void* queue);
-void destroy_recording(void* recording) noexcept;
-
-// Gives the queue a name that profilers show; nothing where the toolkit has no NVTX headers.
-void name_queue(void* queue, const char* name);
 // NVTX ranges of the calling thread; nothing where the toolkit has no NVTX headers.
 void push_range(const char* name);
 void pop_range();

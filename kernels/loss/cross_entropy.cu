@@ -25,8 +25,7 @@ __device__ __forceinline__ float largest_of(const float (&z)[V]) {
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads, 2)
     cross_entropy_kernel(float* losses, T* dlogits, int64_t ldd, const T* logits, int64_t ldz, const int32_t* targets,
-                         int64_t cols, float scale, const float* scale_in_memory) {
-  const float grad_scale = scale_in_memory ? *scale_in_memory : scale;
+                         int64_t cols, float grad_scale) {
   __shared__ float shared[kThreads / kWarp];
   const int64_t row = blockIdx.x;
   const T* z = logits + row * ldz;
@@ -74,16 +73,16 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 template <class T, int V>
 void launch(cudaStream_t stream, float* losses, const Tensor& dlogits, const Tensor& logits, const int32_t* targets,
-            const Scalar& grad_scale) {
+            float grad_scale) {
   T* d = dlogits ? data_of<T>(dlogits) : nullptr;
   cross_entropy_kernel<T, V><<<static_cast<unsigned>(logits.rows()), kThreads, 0, stream>>>(
-      losses, d, dlogits.ld, data_of<T>(logits), logits.ld, targets, logits.cols(), grad_scale.value(), grad_scale.memory());
+      losses, d, dlogits.ld, data_of<T>(logits), logits.ld, targets, logits.cols(), grad_scale);
   CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace
 
-void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, Scalar grad_scale) {
+void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, float grad_scale) {
   if (s.planning() || logits.rows() == 0) return;
   const cudaStream_t stream = cuda_stream(s);
   with_activation(logits.dtype, [&](auto type) {

@@ -24,7 +24,7 @@ void check_vector(const char* name, const Tensor& t, DType dtype, int64_t n) {
 }  // namespace
 
 void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor x, Tensor w, Tensor targets,
-                          Scalar grad_scale) {
+                          float grad_scale) {
   const OpRange range(s, "linear_cross_entropy");
   const int64_t N = x.rows(), D = x.cols(), V = w.rows();
   KESTREL_CHECK(V >= 1, "a vocabulary of ", V, " tokens");
@@ -43,10 +43,10 @@ void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor
   ScratchScope scope(s);
   Tensor block = s.temp({cpu::logit_rows(N, V), V}, DType::f32);
   if (s.planning()) return;
-  cpu::linear_cross_entropy(losses, dx, dw, x, w, targets, grad_scale.now(), block);
+  cpu::linear_cross_entropy(losses, dx, dw, x, w, targets, grad_scale, block);
 }
 
-void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, Scalar grad_scale) {
+void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, float grad_scale) {
   const OpRange range(s, "cross_entropy");
   const int64_t N = logits.rows(), V = logits.cols();
   check_device(s, DType::f32);
@@ -61,7 +61,7 @@ void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tens
   }
   cpu::check_targets(targets.i32(), N, V);
   cpu::cross_entropy(N, V, losses.f32(), dlogits ? dlogits.f32() : nullptr, dlogits.ld, logits.f32(), logits.ld,
-                     targets.i32(), grad_scale.now());
+                     targets.i32(), grad_scale);
 }
 
 }  // namespace kestrel

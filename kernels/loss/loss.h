@@ -12,7 +12,6 @@
 // BF16 (dw stays F32): the block of logits and its gradient are then BF16 too, everything between them fp32.
 #pragma once
 
-#include "kernels/core/scalar.h"
 #include "kernels/core/stream.h"
 
 namespace kestrel {
@@ -20,10 +19,10 @@ namespace kestrel {
 constexpr int32_t kIgnoreTarget = -100;
 
 void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor x, Tensor w, Tensor targets,
-                          Scalar grad_scale);
+                          float grad_scale);
 
 // The plain form on given logits [N,V] F32 (tests, small evaluations): losses [N]; dlogits (may be empty, may alias
 // logits) = grad_scale (softmax - onehot).
-void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, Scalar grad_scale);
+void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, float grad_scale);
 
 }  // namespace kestrel

@@ -7,7 +7,7 @@
 namespace kestrel::cuda {
 
 void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor x, Tensor w, Tensor targets,
-                          Scalar grad_scale) {
+                          float grad_scale) {
   const int64_t N = x.rows(), V = w.rows();
   const Tensor all_x = x.matrix(), all_dx = dx ? dx.matrix() : dx;
   losses = losses.view({N});

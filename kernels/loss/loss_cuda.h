@@ -16,8 +16,8 @@ inline int64_t logit_rows(int64_t N, int64_t V, DType dtype) {
 }
 
 void linear_cross_entropy(Stream& s, Tensor losses, Tensor dx, Tensor dw, Tensor x, Tensor w, Tensor targets,
-                          Scalar grad_scale);
+                          float grad_scale);
 // logits and dlogits (may be empty, may alias) F32 or BF16.
-void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, Scalar grad_scale);
+void cross_entropy(Stream& s, Tensor losses, Tensor dlogits, Tensor logits, Tensor targets, float grad_scale);
 
 }  // namespace kestrel::cuda

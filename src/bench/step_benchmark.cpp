@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include "kernels/core/device.h"
-#include "kernels/core/recording.h"
 #include "kernels/core/transfer.h"
 #include "src/bench/timing.h"
 #include "src/model/model.h"
@@ -71,8 +70,7 @@ StepBenchmark benchmark_step(const RunConfig& c, const StepBenchmarkOptions& o) 
 
   model.begin_step(s);
   model.parameters().zero_gradients(s);
-  Recording recording;
-  const auto micro_batch = [&] { recording.run(s, [&] { model.train(s, batch, losses, scale, pass); }); };
+  const auto micro_batch = [&] { model.train(s, batch, losses, scale, pass); };
   int64_t updates = 0;
   const auto update = [&] {
     optimizer.measure(s, model);

@@ -184,7 +184,7 @@ void Model::backward(const Pass& pass, const MicroBatch& batch, Tensor dx) {
   embedding_backward(s, embed_->g, dprefix, batch.tokens.view({N}));
 }
 
-void Model::train(Stream& s, const MicroBatch& batch, Tensor losses, Scalar grad_scale, const PassOptions& options) {
+void Model::train(Stream& s, const MicroBatch& batch, Tensor losses, float grad_scale, const PassOptions& options) {
   const int64_t mark = s.arena->keep_mark();
   {
     ScratchScope scope(s);

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "kernels/attn_res/attn_res.h"
-#include "kernels/core/scalar.h"
 #include "src/model/kda_layer.h"
 #include "src/model/mla_layer.h"
 #include "src/model/moe_layer.h"
@@ -29,6 +28,10 @@ struct MicroBatch {
   static MicroBatch allocate(Arena& arena, int64_t B, int64_t T) {
     const auto ids = [&] { return arena.keep({B, T}, DType::i32, "batch"); };
     return {ids(), ids(), ids()};
+  }
+  // Rows [first, first + count) of a batch that has segments.
+  MicroBatch rows(int64_t first, int64_t count) const {
+    return {tokens.slice(first, count), targets.slice(first, count), segment.slice(first, count)};
   }
 };
 
@@ -52,7 +55,7 @@ class Model {
   };
   // Forward and backward of one micro-batch; gradients are added to the parameters'.  losses [B*T] F32: nats per
   // target. grad_scale is 1 / valid targets of the global batch.
-  void train(Stream& s, const MicroBatch& batch, Tensor losses, Scalar grad_scale, const PassOptions& options);
+  void train(Stream& s, const MicroBatch& batch, Tensor losses, float grad_scale, const PassOptions& options);
   // Forward only.  Statistics and gradients are left alone.
   void evaluate(Stream& s, const MicroBatch& batch, Tensor losses, const PassOptions& options);
   // logits [B*T, vocab] F32.

@@ -99,11 +99,13 @@ void plan_memory(const RunConfig& c, Model& model, Plan& p) {
   Optimizer optimizer(model.parameters(), c.optimizer, p.device, /*planned=*/true);
   model.allocate_state(state, optimizer.clips_heads());
   p.bytes["balance statistics"] = state.peak();
-  const StepBatch batch = StepBatch::allocate(state, c.train.micro_batch_size, G, T);
+  const MicroBatch batch = MicroBatch::allocate(state, G, T);
+  const Tensor losses = state.keep({G * T}, DType::f32, "batch");
   p.bytes["batch"] = state.peak() - p.bytes["balance statistics"];
 
+  const int64_t B = c.train.micro_batch_size;
   Stream s(planner);
-  plan_step(s, model, optimizer, batch.micro, batch.micro_losses, pass_options(c.train, p.device));
+  plan_step(s, model, optimizer, batch.rows(0, B), losses.slice(0, B * T), pass_options(c.train, p.device));
   for (const auto& [purpose, n] : planner.by_purpose()) {
     if (n > 0) p.bytes[purpose == "scratch" ? "scratch" : "activations: " + purpose] = n;
   }

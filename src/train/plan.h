@@ -10,19 +10,6 @@
 
 namespace kestrel {
 
-// What a step's micro-batches use in turn, on the device.
-struct StepBatch {
-  MicroBatch micro;     // [micro-batch, T]
-  Tensor micro_losses;  // F32 [micro-batch tokens]
-  Tensor losses;        // F32 [global batch tokens]
-  Tensor scale;         // F32 [1]: 1 / targets of the global batch
-
-  static StepBatch allocate(Arena& arena, int64_t micro_batch, int64_t global_batch, int64_t T) {
-    const auto floats = [&](int64_t n) { return arena.keep({n}, DType::f32, "batch"); };
-    return {MicroBatch::allocate(arena, micro_batch, T), floats(micro_batch * T), floats(global_batch * T), floats(1)};
-  }
-};
-
 struct Plan {
   // Parameters
   int64_t total = 0;      // trained parameters

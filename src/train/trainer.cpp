@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <numbers>
 
-#include "kernels/core/elementwise.h"
 #include "kernels/core/device.h"
 #include "kernels/core/transfer.h"
 #include "kernels/gemm/gemm.h"
@@ -131,16 +130,16 @@ void Trainer::build_model() {
   allocate_state(*state_memory_);
 }
 
-// The model's statistics, one micro-batch, the losses of a whole global batch.
+// The model's statistics, the ids and the losses of a whole global batch.
 void Trainer::allocate_state(Arena& arena) {
   const int64_t G = config_.train.global_batch_size, T = config_.data.sequence_length;
   model_->allocate_state(arena, optimizer_->clips_heads());
-  batch_ = StepBatch::allocate(arena, config_.train.micro_batch_size, G, T);
+  batch_ = MicroBatch::allocate(arena, G, T);
+  losses_ = arena.keep({G * T}, DType::f32, "batch");
   if (arena.planning()) return;
   const int64_t layers = static_cast<int64_t>(model_->moe_layers().size());
   ids_memory_ = PinnedBuffer(device_, 3 * G * T * size_of(DType::i32));
   losses_memory_ = PinnedBuffer(device_, G * T * size_of(DType::f32));
-  scale_memory_ = PinnedBuffer(device_, size_of(DType::f32));
   loads_memory_ = PinnedBuffer(device_, layers * config_.model.num_experts * size_of(DType::i32));
   auxiliary_memory_ = PinnedBuffer(device_, layers * size_of(DType::f32));
 }
@@ -228,9 +227,9 @@ void Trainer::profile() {
 
 // ---------------------------------------------------------------------------------------------------------- one step
 
-// Queues the copy of a micro-batch by way of rows [row, row + b.rows) of the host's memory.  Those must be done with:
-// the wait at the end of a step, or of an evaluated batch, sees to it.
-void Trainer::upload_batch(const Batch& b, int64_t row) {
+// Queues the copy of a micro-batch to rows [row, row + b.rows) of batch_.  Those rows of the host's side must be done
+// with: the wait at the end of a step, or of an evaluated batch, sees to it.
+MicroBatch Trainer::upload_batch(const Batch& b, int64_t row) {
   const int64_t G = config_.train.global_batch_size, T = b.sequence_length;
   const Tensor host = ids_memory_.tensor({3, G, T}, DType::i32);
   const auto put = [&](const Tensor& to, int64_t which, const std::vector<int32_t>& ids) {
@@ -238,9 +237,11 @@ void Trainer::upload_batch(const Batch& b, int64_t row) {
     std::copy(ids.begin(), ids.end(), from.i32());
     upload(*stream_, to, from);
   };
-  put(batch_.micro.tokens, 0, b.tokens);
-  put(batch_.micro.targets, 1, b.targets);
-  put(batch_.micro.segment, 2, b.segment);
+  const MicroBatch micro = batch_.rows(row, b.rows);
+  put(micro.tokens, 0, b.tokens);
+  put(micro.targets, 1, b.targets);
+  put(micro.segment, 2, b.segment);
+  return micro;
 }
 
 // Sum of the first n losses read back, in fp64 and in order.
@@ -255,14 +256,10 @@ double Trainer::sum_of_losses(int64_t n) const {
 int64_t Trainer::accumulate_gradients(const std::vector<Batch>& micro_batches) {
   int64_t valid = 0, row = 0;
   for (const Batch& b : micro_batches) valid += valid_targets(b);
-  const Tensor scale = scale_memory_.tensor({1}, DType::f32);
-  *scale.f32() = valid > 0 ? static_cast<float>(1.0 / static_cast<double>(valid)) : 0.f;
-  upload(*stream_, batch_.scale, scale);
+  const float scale = valid > 0 ? static_cast<float>(1.0 / static_cast<double>(valid)) : 0.f;
   for (const Batch& b : micro_batches) {
-    upload_batch(b, row);
-    micro_batch_.run(
-        *stream_, [&] { model_->train(*stream_, batch_.micro, batch_.micro_losses, Scalar::in(batch_.scale), pass_); });
-    copy_cast(*stream_, batch_.losses.slice(row * b.sequence_length, b.rows * b.sequence_length), batch_.micro_losses);
+    const MicroBatch micro = upload_batch(b, row);
+    model_->train(*stream_, micro, losses_.slice(row * b.sequence_length, b.rows * b.sequence_length), scale, pass_);
     row += b.rows;
   }
   return valid;
@@ -271,7 +268,7 @@ int64_t Trainer::accumulate_gradients(const std::vector<Batch>& micro_batches) {
 // Queues the copies of what the host wants to know about a step, then waits for the device: the only wait of a step.
 void Trainer::read_back(int64_t losses) {
   Stream& s = *stream_;
-  download(s, losses_memory_.tensor({losses}, DType::f32), batch_.losses.slice(0, losses));
+  download(s, losses_memory_.tensor({losses}, DType::f32), losses_.slice(0, losses));
   const std::vector<MoeLayer*>& layers = model_->moe_layers();
   const int64_t L = static_cast<int64_t>(layers.size()), E = config_.model.num_experts;
   for (int64_t l = 0; l < L; ++l) {
@@ -346,9 +343,8 @@ Trainer::EvalResult Trainer::evaluate() {
     read_rows(*validation_data_, row, B, b);
     if (row + B > last) std::fill(b.targets.begin() + (last - row) * b.sequence_length, b.targets.end(), kIgnoreTarget);
     const int64_t n = B * b.sequence_length;
-    upload_batch(b, 0);
-    model_->evaluate(*stream_, batch_.micro, batch_.micro_losses, pass_);
-    download(*stream_, losses_memory_.tensor({n}, DType::f32), batch_.micro_losses);
+    model_->evaluate(*stream_, upload_batch(b, 0), losses_.slice(0, n), pass_);
+    download(*stream_, losses_memory_.tensor({n}, DType::f32), losses_.slice(0, n));
     wait(*stream_);
     sum += sum_of_losses(n);
     r.targets += valid_targets(b);

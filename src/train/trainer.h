@@ -12,7 +12,6 @@
 
 #include "kernels/core/device.h"
 #include "kernels/core/profile.h"
-#include "kernels/core/recording.h"
 #include "kernels/core/transfer.h"
 #include "src/checkpoint/checkpoint.h"
 #include "src/config/run_config.h"
@@ -73,7 +72,7 @@ class Trainer {
   std::vector<std::string> start_warnings();
   void save();
   void allocate_state(Arena& arena);
-  void upload_batch(const Batch& b, int64_t row);
+  MicroBatch upload_batch(const Batch& b, int64_t row);
   double sum_of_losses(int64_t n) const;
   int64_t accumulate_gradients(const std::vector<Batch>& micro_batches);
   void read_back(int64_t losses);
@@ -94,11 +93,10 @@ class Trainer {
   std::unique_ptr<Arena> state_memory_, arena_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Recorder> recorder_;
-  StepBatch batch_;
-  Recording micro_batch_;  // forward and backward of batch_.micro
-  // The host's side: ids [3, global batch, T], losses and their scale, balance statistics (loads [MoE layers, E],
-  // auxiliary losses [MoE layers]).
-  PinnedBuffer ids_memory_, losses_memory_, scale_memory_, loads_memory_, auxiliary_memory_;
+  MicroBatch batch_;  // [global batch, T] ids on the device
+  Tensor losses_;     // [global batch tokens] F32, on the device
+  // The host's side of both, and of the balance statistics (loads [MoE layers, E], auxiliary losses [MoE layers]).
+  PinnedBuffer ids_memory_, losses_memory_, loads_memory_, auxiliary_memory_;
   std::unique_ptr<Profiler> profiler_;
   int64_t profiled_steps_ = 0;
   Model::PassOptions pass_;

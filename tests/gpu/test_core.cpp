@@ -3,9 +3,7 @@
 
 #include "gpu/support.h"
 #include "kernels/core/elementwise.h"
-#include "kernels/core/recording.h"
 #include "kernels/core/transfer.h"
-#include "kernels/loss/loss.h"
 
 namespace kestrel::test {
 namespace {
@@ -145,63 +143,6 @@ TEST(GpuCore, DocumentStartsFollowTheSegments) {
     cuda.run([&](Stream& s) { document_starts(s, out, in); });
     expect_equal("document_start", out, {want->i32(), want->i32() + want->numel()});
   }
-}
-
-// Three runs: as it is, recorded, replayed; what changes between them lies in device memory.
-TEST(GpuCore, ARecordingDoesWhatTheWorkDoes) {
-  use_device(0);
-  const DeviceQueue queue(Device::cuda);
-  Arena arena(Device::cuda, 1 << 20);
-  Stream s(arena);
-  s.queue = queue.get();
-  Buffer logits({3, 40}), targets({3}, DType::i32), losses({3}), d({3, 40});
-  logits.normal(1);
-  for (int64_t i = 0; i < 3; ++i) targets->i32()[i] = static_cast<int32_t>(7 * i);
-  DeviceBuffer xz(logits, DType::f32), xt({3}, DType::i32), xl({3}), xd({3, 40}), sum({3, 40}), xscale({1});
-  xt.upload(targets);
-  sum.zero();
-  CpuStream cpu;
-  Recording recording;
-  int calls = 0;
-  double total = 0;
-  for (const float scale : {0.25f, 1.f, 3.f, 0.5f}) {
-    Buffer one({1});
-    one[0] = scale;
-    xscale.upload(one);
-    recording.run(s, [&] {
-      ++calls;
-      cross_entropy(s, xl, xd, xz, xt, Scalar::in(xscale));
-      add_into(s, sum, xd);
-    });
-    wait(s);
-    total += static_cast<double>(scale);
-    cross_entropy(cpu, losses, d, logits, targets, scale);
-    expect_close("dlogits", xd, d, tolerance(DType::f32));
-    cross_entropy(cpu, losses, d, logits, targets, static_cast<float>(total));
-    expect_close("sum", sum, d, tolerance(DType::f32));
-  }
-  EXPECT_EQ(calls, 2);
-}
-
-TEST(GpuCore, AFailureWhileRecordingLeavesTheQueueUsable) {
-  use_device(0);
-  const DeviceQueue queue(Device::cuda);
-  Arena arena(Device::cuda, 1 << 20);
-  Stream s(arena);
-  s.queue = queue.get();
-  DeviceBuffer x({4});
-  Recording recording;
-  recording.run(s, [&] { fill_zero(s, x); });
-  EXPECT_THROW(recording.run(s,
-                             [&] {
-                               fill_zero(s, x);
-                               throw DataError("in the middle");
-                             }),
-               DataError);
-  x.poison();
-  recording.run(s, [&] { fill_zero(s, x); });
-  wait(s);
-  EXPECT_EQ(x.values(), std::vector<float>(4, 0.f));
 }
 
 }  // namespace
