@@ -22,6 +22,7 @@
 #pragma once
 
 #include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -78,6 +79,25 @@ CLI::Option* add_integer(CLI::App& command, const std::string& name, T& value, c
   return command.add_option_function<std::string>(name, parse, description)
       ->type_name("INT")
       ->default_str(std::to_string(value));
+}
+
+// A finite number that `fits`, in decimal; `limit` says which: "a number in [0, 1)".  CLI11's own conversion takes ""
+// for 0.
+template <class Fits>
+CLI::Option* add_real(CLI::App& command, const std::string& name, double& value, const std::string& description,
+                      const std::string& limit, Fits fits) {
+  const auto parse = [&value, name, limit, fits](const std::string& s) {
+    double v = 0;
+    const char* end = s.data() + s.size();
+    const auto [stop, error] = std::from_chars(s.data(), end, v);
+    if (error != std::errc() || stop != end || !std::isfinite(v) || !fits(v)) {
+      throw ConfigError(text(name, " is \"", s, "\"; it must be ", limit, "."));
+    }
+    value = v;
+  };
+  return command.add_option_function<std::string>(name, parse, description)
+      ->type_name("FLOAT")
+      ->default_str(text(value));
 }
 
 void add_train_command(CLI::App& app, int& exit_code);

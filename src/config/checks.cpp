@@ -148,8 +148,9 @@ void check_experts(const Draft& d) {
   if (m.num_experts_per_token >= m.num_experts) {
     d.refuse("model.num_experts_per_token",
              text("is ", m.num_experts_per_token, ", but there are ", m.num_experts,
-                  " experts: a token must leave at least one out, or there is nothing to choose. Set it to at most ",
-                  m.num_experts - 1, ", or raise num_experts"));
+                  " experts: a token must leave at least one out, or there is nothing to choose. ",
+                  m.num_experts > 1 ? text("Set it to at most ", m.num_experts - 1, ", or raise num_experts")
+                                    : text("Raise num_experts, or set it to 0 for a dense model")));
   }
   if (m.num_experts_per_token == 1 && m.moe_renormalize) {
     d.refuse("model.num_experts_per_token",
@@ -221,8 +222,10 @@ void check_schedule(const Draft& d) {
   if (s.decay_steps < 1 || s.decay_steps > room) {
     d.refuse("schedule.decay_steps",
              text(d.given("schedule.decay_steps") ? text("is ", s.decay_steps) : "is missing", ", but \"wsd\" over ",
-                  total, " steps with ", s.warmup_steps, " of warm-up needs a decay of 1 to ", room,
-                  " steps. A tenth to a fifth of the run is usual"));
+                  total, " steps with ", s.warmup_steps, " of warm-up ",
+                  room < 1 ? text("leaves no step to decay in. Train for at least ", s.warmup_steps + 2,
+                                  " steps, or lower schedule.warmup_steps")
+                           : text("needs a decay of 1 to ", room, " steps. A tenth to a fifth of the run is usual")));
   }
 }
 

@@ -143,6 +143,16 @@ TEST(Commands, GenerationStreamsRepeatsAndRefuses) {
   expect_refusal(program({"generate", dir / "run", "--top-p", "0"}), 2, {"top-p", "0", "(0, 1]"});
   expect_refusal(program({"generate", dir / "nowhere"}), 3, {"nowhere"});
 
+  for (const char* bad : {"", "inf", "nan", "-1", "1x"}) {
+    expect_refusal(program({"generate", dir / "run", "--temperature", bad}), 2,
+                   {text("--temperature is \"", bad, "\""), "0 (greedy) or more"});
+  }
+  for (const char* bad : {"", "1", "-0.1", "nan", "half"}) {
+    expect_refusal(program({"data", "build", "--tokenizer", dir / "tokenizer.json", "--out", dir / "other",
+                            "--validation-fraction", bad, dir / "text.txt"}),
+                   2, {text("--validation-fraction is \"", bad, "\""), "[0, 1)"});
+  }
+
   CommandOptions no_gpu;
   no_gpu.setting["CUDA_VISIBLE_DEVICES"] = "";
   expect_refusal(program({"generate", dir / "run", "--device", "cuda"}, no_gpu), 4, {"--device cuda", "--device cpu"});
