@@ -21,7 +21,7 @@ while [[ $# -gt 0 ]]; do
   esac
 done
 if [[ -z $binaries ]]; then
-  cmake --preset cuda >build/cuda.log 2>&1 && cmake --build build/cuda -j "$(nproc)" --target kestrel test_gpu >>build/cuda.log 2>&1 || {
+  cmake --preset cuda >build/cuda.log 2>&1 && cmake --build build/cuda -j "$(env -u OMP_NUM_THREADS nproc)" --target kestrel test_gpu >>build/cuda.log 2>&1 || {
     tail -n 30 build/cuda.log
     exit 1
   }

@@ -31,6 +31,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "kernels/core/device.h"
 #include "kernels/core/error.h"
 #include "src/config/run_config.h"
 
@@ -63,41 +64,60 @@ inline void add_run_file(CLI::App& command, RunFile& run, bool required = true) 
 // Of anything that becomes the size of a tensor: any product of two fits int64.
 inline constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
 
-// A whole number of [least, most], in decimal digits.  CLI11's own conversion wraps, saturates and reads 010 as 8.
-template <class T>
-CLI::Option* add_integer(CLI::App& command, const std::string& name, T& value, const std::string& description,
-                         std::type_identity_t<T> least, std::type_identity_t<T> most) {
-  const auto parse = [&value, name, least, most](const std::string& s) {
+// A finite number that `fits`, in decimal digits; `limit` says which, as "a number in [0, 1)".  CLI11's own conversion
+// wraps, saturates, reads 010 as 8 and takes "" for 0.
+template <class T, class Fits>
+CLI::Option* add_number(CLI::App& command, const std::string& name, T& value, const std::string& description,
+                        const std::string& limit, Fits fits) {
+  const auto parse = [&value, name, limit, fits](const std::string& s) {
     T v{};
     const char* end = s.data() + s.size();
     const auto [stop, error] = std::from_chars(s.data(), end, v);
-    if (error != std::errc() || stop != end || v < least || v > most) {
-      throw ConfigError(text(name, " is \"", s, "\"; it must be a whole number from ", least, " to ", most, "."));
-    }
-    value = v;
-  };
-  return command.add_option_function<std::string>(name, parse, description)
-      ->type_name("INT")
-      ->default_str(std::to_string(value));
-}
-
-// A finite number that `fits`, in decimal; `limit` says which: "a number in [0, 1)".  CLI11's own conversion takes ""
-// for 0.
-template <class Fits>
-CLI::Option* add_real(CLI::App& command, const std::string& name, double& value, const std::string& description,
-                      const std::string& limit, Fits fits) {
-  const auto parse = [&value, name, limit, fits](const std::string& s) {
-    double v = 0;
-    const char* end = s.data() + s.size();
-    const auto [stop, error] = std::from_chars(s.data(), end, v);
-    if (error != std::errc() || stop != end || !std::isfinite(v) || !fits(v)) {
+    if (error != std::errc() || stop != end || !std::isfinite(static_cast<double>(v)) || !fits(v)) {
       throw ConfigError(text(name, " is \"", s, "\"; it must be ", limit, "."));
     }
     value = v;
   };
   return command.add_option_function<std::string>(name, parse, description)
-      ->type_name("FLOAT")
+      ->type_name(std::is_integral_v<T> ? "INT" : "FLOAT")
       ->default_str(text(value));
+}
+
+// A whole number of [least, most].
+template <class T>
+CLI::Option* add_integer(CLI::App& command, const std::string& name, T& value, const std::string& description,
+                         std::type_identity_t<T> least, std::type_identity_t<T> most) {
+  return add_number(command, name, value, description, text("a whole number from ", least, " to ", most),
+                    [least, most](T v) { return v >= least && v <= most; });
+}
+
+// Where a command computes, by --device and --precision.
+struct ComputeChoice {
+  std::string device = "cpu", precision = "fp32";
+
+  // ConfigError for BF16 on the CPU, DeviceError without a GPU.
+  Device chosen_device() const {
+    if (device == "cpu") {
+      if (precision == "fp32") return Device::cpu;
+      throw ConfigError("--precision bf16: the CPU back end computes in fp32. Use --device cuda, or --precision fp32.");
+    }
+    const DeviceCount gpus = device_count();
+    if (gpus.count == 0) {
+      throw DeviceError(text("--device cuda: there is no GPU to compute on: ", gpus.reason, ". Use --device cpu."));
+    }
+    use_device(0);
+    return Device::cuda;
+  }
+  DType dtype() const { return precision == "bf16" ? DType::bf16 : DType::f32; }
+};
+
+inline void add_compute_choice(CLI::App& command, ComputeChoice& o) {
+  command.add_option("--device", o.device, "Where to compute")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  command.add_option("--precision", o.precision, "fp32, or bf16 on a GPU")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->capture_default_str();
 }
 
 void add_train_command(CLI::App& app, int& exit_code);

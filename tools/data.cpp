@@ -80,8 +80,8 @@ void add_build(CLI::App& parent, int& exit_code) {
       ->required();
   c.add_option("--tokenizer", o->tokenizer, "tokenizer.json")->required();
   c.add_option("--out", o->build.out, "Folder for train-*.safetensors and validation-*.safetensors")->required();
-  add_real(c, "--validation-fraction", o->build.validation_fraction, "Share of the documents to hold out, in [0, 1)",
-           "a number in [0, 1)", [](double x) { return x >= 0 && x < 1; });
+  add_number(c, "--validation-fraction", o->build.validation_fraction, "Share of the documents to hold out, in [0, 1)",
+             "a number in [0, 1)", [](double x) { return x >= 0 && x < 1; });
   add_integer(c, "--shard-tokens", o->build.shard_tokens, "Tokens of a full shard", 1024, INT64_MAX);
   c.add_option("--split-documents", o->split, "What a document of plain text is")
       ->check(CLI::IsMember({"file", "blank-line", "line"}))

@@ -5,7 +5,6 @@
 #include <iterator>
 #include <memory>
 
-#include "kernels/core/device.h"
 #include "src/infer/decoder.h"
 #include "src/infer/load_model.h"
 #include "src/infer/sampler.h"
@@ -15,29 +14,18 @@ namespace kestrel::tools {
 namespace {
 
 struct Options {
-  std::string model, prompt, device = "cpu", precision = "fp32";
+  std::string model, prompt;
+  ComputeChoice where;
   std::optional<std::string> tokenizer;
   int64_t max_tokens = 128;
   Sampling sampling;
   bool from_stdin = false, ignore_eos = false;
 };
 
-Device device_of(const Options& o) {
-  if (o.device == "cpu") {
-    if (o.precision == "fp32") return Device::cpu;
-    throw ConfigError("--precision bf16: the CPU back end computes in fp32. Use --device cuda, or --precision fp32.");
-  }
-  const DeviceCount gpus = device_count();
-  if (gpus.count == 0)
-    throw DeviceError(text("--device cuda: there is no GPU to compute on: ", gpus.reason, ". Use --device cpu."));
-  use_device(0);
-  return Device::cuda;
-}
-
 int run(const Options& o) {
   check_sampling(o.sampling);
-  const Device device = device_of(o);
-  const InferenceModel m = load_model(o.model, o.tokenizer, device, o.precision == "bf16" ? DType::bf16 : DType::f32);
+  const Device device = o.where.chosen_device();
+  const InferenceModel m = load_model(o.model, o.tokenizer, device, o.where.dtype());
   const Tokenizer& tokenizer = m.need_tokenizer();
   std::string prompt = o.prompt;
   if (o.from_stdin) prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
@@ -72,7 +60,7 @@ int run(const Options& o) {
   std::fprintf(stderr, "%lld tokens in %.2f s (%.1f tokens/s, prompt of %zu included) from %s on %s in %s\n",
                static_cast<long long>(made), seconds,
                static_cast<double>(made + static_cast<int64_t>(ids.size())) / seconds, ids.size(), m.source.c_str(),
-               name_of(device), o.precision.c_str());
+               name_of(device), o.where.precision.c_str());
   return 0;
 }
 
@@ -90,16 +78,13 @@ void add_generate_command(CLI::App& app, int& exit_code) {
   c.add_flag("--stdin", o->from_stdin, "Read the prompt from standard input")->excludes(prompt);
   c.add_option("--tokenizer", o->tokenizer, "tokenizer.json (default: the one the run was trained with)");
   add_integer(c, "--max-tokens", o->max_tokens, "Tokens to generate at most", 1, kMaxSize);
-  add_real(c, "--temperature", o->sampling.temperature, "0 is greedy", "a number, 0 (greedy) or more",
-           [](double x) { return x >= 0; });
+  add_number(c, "--temperature", o->sampling.temperature, "0 is greedy", "a number, 0 (greedy) or more",
+             [](double x) { return x >= 0; });
   add_integer(c, "--top-k", o->sampling.top_k, "Keep the k likeliest tokens (0: all)", 0, kMaxSize);
-  add_real(c, "--top-p", o->sampling.top_p, "Keep the likeliest tokens up to this probability", "a number in (0, 1]",
-           [](double x) { return x > 0 && x <= 1; });
+  add_number(c, "--top-p", o->sampling.top_p, "Keep the likeliest tokens up to this probability", "a number in (0, 1]",
+             [](double x) { return x > 0 && x <= 1; });
   add_integer(c, "--seed", o->sampling.seed, "Seed of the draws", 0, UINT64_MAX);
-  c.add_option("--device", o->device, "Where to compute")->check(CLI::IsMember({"cpu", "cuda"}))->capture_default_str();
-  c.add_option("--precision", o->precision, "fp32, or bf16 on a GPU")
-      ->check(CLI::IsMember({"fp32", "bf16"}))
-      ->capture_default_str();
+  add_compute_choice(c, o->where);
   c.add_flag("--ignore-eos", o->ignore_eos, "Go on after the end-of-text token");
   c.callback([o, &exit_code] { exit_code = run(*o); });
 }

@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <memory>
 
-#include "kernels/core/device.h"
 #include "src/checkpoint/files.h"
 #include "src/data/files.h"
 #include "src/model/evaluation.h"
@@ -14,21 +13,15 @@ namespace kestrel::tools {
 namespace {
 
 struct Options {
-  std::string model, tokens, out, device = "cpu", precision = "fp32";
+  std::string model, tokens, out;
+  ComputeChoice where;
   bool gradients = false;
 };
 
 int run(const Options& o) {
   Evaluation::Options where;
-  if (o.device == "cuda") {
-    const DeviceCount gpus = device_count();
-    if (gpus.count == 0)
-      throw DeviceError(text("--device cuda: there is no GPU to compute on: ", gpus.reason, ". Use --device cpu."));
-    where.device = Device::cuda;
-    where.dtype = o.precision == "bf16" ? DType::bf16 : DType::f32;
-  } else if (o.precision == "bf16") {
-    throw ConfigError("--precision bf16: the CPU back end computes in fp32. Use --device cuda, or --precision fp32.");
-  }
+  where.device = o.where.chosen_device();
+  where.dtype = o.where.dtype();
   const std::string config_path = o.model + "/config.json";
   const WeightSource weights(o.model);
   std::vector<std::string> inputs = weights.files();
@@ -63,7 +56,8 @@ int run(const Options& o) {
   out.insert(out.end(), gradients.list().begin(), gradients.list().end());
   write_safetensors(o.out, out, {{"format", "pt"}});
   std::printf("loss %.9g nats over %lld targets (%s, %s); %zu tensors in %s\n", r.loss,
-              static_cast<long long>(r.targets), o.device.c_str(), o.precision.c_str(), out.size(), o.out.c_str());
+              static_cast<long long>(r.targets), o.where.device.c_str(), o.where.precision.c_str(), out.size(),
+              o.out.c_str());
   return 0;
 }
 
@@ -80,10 +74,7 @@ void add_parity_command(CLI::App& app, int& exit_code) {
   c.add_option("--out", o->out,
                "File to write: loss, logits, grad.<tensor>, load.<layer> (tokens per expert, with --grads)")
       ->required();
-  c.add_option("--device", o->device, "Where to compute")->check(CLI::IsMember({"cpu", "cuda"}))->capture_default_str();
-  c.add_option("--precision", o->precision, "Of weights and activations on a GPU")
-      ->check(CLI::IsMember({"fp32", "bf16"}))
-      ->capture_default_str();
+  add_compute_choice(c, o->where);
   c.add_flag("--grads", o->gradients, "Write the gradient of every tensor too");
   c.callback([o, &exit_code] { exit_code = run(*o); });
 }

@@ -33,7 +33,7 @@ Decoder::Decoder(Model& model, int64_t max_tokens)
         l.k_shared = arena.keep({max_tokens_, mla->rope_dim()}, dtype_, "cache");
       }
     }
-    tokens_ = arena.keep({1, chunk}, DType::i32, "batch");
+    tokens_ = arena.keep({chunk}, DType::i32, "batch");
     logits_ = arena.keep({1, V}, DType::f32, "batch");
   };
   Arena planner = Arena::planner(device_);
@@ -85,7 +85,7 @@ std::span<const float> Decoder::feed(std::span<const int32_t> tokens) {
     const int64_t count = std::min(kChunk, n - i);
     const Tensor host = host_tokens_.tensor({1, count}, DType::i32);
     std::copy_n(tokens.begin() + i, count, host.i32());
-    upload(s, Tensor(tokens_.data, {1, count}, DType::i32, device_), host);
+    upload(s, input(count), host);
     run(s, count);
     wait(s);  // before host_tokens_ is written again
     length_ += count;
@@ -122,7 +122,7 @@ void Decoder::run(Stream& s, int64_t count) {
   const int64_t mark = s.arena->keep_mark();
   {
     ScratchScope scope(s);
-    const MicroBatch batch{Tensor(tokens_.data, {1, count}, DType::i32, device_), {}, {}};
+    const MicroBatch batch{input(count), {}, {}};
     const Tensor x = model_.forward(pass, batch, [&](size_t i, Tensor out, Tensor in) { mix(pass, out, in, i); });
     gemm(s, logits_, x.slice(count - 1, 1), Trans::no, model_.head()->w, Trans::yes);
   }

@@ -1,8 +1,8 @@
 // Token-by-token decoding: a new token costs one token's work, whatever came before.
 //
 // Per KDA layer a state [H,K,K] and the last W-1 convolution inputs; per MLA layer the normalised latents and the
-// shared keys of all tokens so far (c + rope numbers a token). Routing uses the frozen bias.  One sequence at a time, on
-// the device and in the dtype that the model's weights were allocated for; KDA states are F32.
+// shared keys of all tokens so far (c + rope numbers a token). Routing uses the frozen bias.  One sequence at a time,
+// on the device and in the dtype that the model's weights were allocated for; KDA states are F32.
 #pragma once
 
 #include <memory>
@@ -30,6 +30,7 @@ class Decoder {
  private:
   void run(Stream& s, int64_t count);
   Stream stream() const;
+  Tensor input(int64_t count) const { return tokens_.slice(0, count).view({1, count}); }
   void mix(const Pass& pass, Tensor out, Tensor x, size_t sublayer);
 
   struct LayerState {
@@ -43,7 +44,7 @@ class Decoder {
   DeviceQueue queue_;
   std::unique_ptr<Arena> state_memory_, arena_;
   std::vector<LayerState> layers_;  // per sublayer; feed-forward entries stay empty
-  Tensor tokens_, logits_;  // of a call, on the device; logits [1, vocab] F32
+  Tensor tokens_, logits_;          // of a call, on the device: I32 [chunk], F32 [1, vocab]
   PinnedBuffer host_tokens_, host_logits_;
 };
 
