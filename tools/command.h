@@ -120,6 +120,9 @@ inline void add_compute_choice(CLI::App& command, ComputeChoice& o) {
       ->capture_default_str();
 }
 
+// Prints the exception in flight as "error: ..." behind `who`, and returns the exit code it stands for.
+int report_failure(const std::string& who = "");
+
 void add_train_command(CLI::App& app, int& exit_code);
 void add_eval_command(CLI::App& app, int& exit_code);
 void add_generate_command(CLI::App& app, int& exit_code);

@@ -17,6 +17,7 @@
 #include "kernels/core/device.h"
 #include "kernels/core/error.h"
 #include "kernels/gemm/gemm.h"
+#include "src/parallel/communicator.h"
 #include "src/report/progress.h"
 #include "tools/command.h"
 
@@ -119,11 +120,6 @@ std::string libraries() {
               ", CLI11 ", CLI11_VERSION, ", glibc ", gnu_get_libc_version());
 }
 
-// The fields of `parallel` accept 1 only, and say so.
-std::string mpi() {
-  return "not used: a run is one process on one device";
-}
-
 std::string cuda() {
   if (!kBuiltWithCuda) return "not built in: the CPU back end only (configure with -DKESTREL_CUDA=ON)";
   const DeviceCount gpus = device_count();
@@ -152,7 +148,7 @@ void report() {
   const double gflops = gemm_gflops();
   say("gemm", text(cpu_gemm_description(), ", ", count_text(gflops), " GFLOP/s fp32; OpenBLAS ",
                    has_openblas() ? "built in" : "not built in"));
-  say("mpi", mpi());
+  say("mpi", mpi_description());
   say("cuda", cuda());
   say("memory", text(kilobytes(line_of("/proc/meminfo", "MemAvailable")), " available of ",
                      kilobytes(line_of("/proc/meminfo", "MemTotal"))));

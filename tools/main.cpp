@@ -98,20 +98,27 @@ int finish_output(int code) {
 }  // namespace
 }  // namespace kestrel::tools
 
-int main(int argc, char** argv) {
-  using kestrel::tools::fail;
+int kestrel::tools::report_failure(const std::string& who) {
   constexpr const char* kMemory =
       "the memory for this cannot be had. Lower the batch, the rows or the sizes of the model, or free memory.";
   try {
-    return kestrel::tools::finish_output(kestrel::tools::run(argc, argv));
-  } catch (const kestrel::Error& e) {
-    return fail(e.code(), e.what());
+    throw;
+  } catch (const Error& e) {
+    return fail(e.code(), who + e.what());
   } catch (const std::bad_alloc&) {
-    return fail(kestrel::ExitCode::device, kMemory);
+    return fail(ExitCode::device, who + kMemory);
   } catch (const std::length_error&) {  // a container larger than any memory
-    return fail(kestrel::ExitCode::device, kMemory);
+    return fail(ExitCode::device, who + kMemory);
   } catch (const std::exception& e) {
-    std::fprintf(stderr, "internal error: %s\n", e.what());
+    std::fprintf(stderr, "internal error: %s%s\n", who.c_str(), e.what());
     return 1;
+  }
+}
+
+int main(int argc, char** argv) {
+  try {
+    return kestrel::tools::finish_output(kestrel::tools::run(argc, argv));
+  } catch (...) {
+    return kestrel::tools::report_failure();
   }
 }

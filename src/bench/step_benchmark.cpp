@@ -40,7 +40,8 @@ StepBenchmark benchmark_step(const RunConfig& c, const StepBenchmarkOptions& o) 
 
   const DeviceQueue queue(device);
   Model model(c.model);
-  model.parameters().allocate(device, pass.dtype, true);
+  const bool sums = sums_gradients(c.train, device);
+  model.parameters().allocate(device, pass.dtype, true, sums);
   model.parameters().initialize(static_cast<uint64_t>(c.train.seed));
   Optimizer optimizer(model.parameters(), c.optimizer, device);
 
@@ -70,7 +71,10 @@ StepBenchmark benchmark_step(const RunConfig& c, const StepBenchmarkOptions& o) 
 
   model.begin_step(s);
   model.parameters().zero_gradients(s);
-  const auto micro_batch = [&] { model.train(s, batch, losses, scale, pass); };
+  const auto micro_batch = [&] {
+    model.train(s, batch, losses, scale, pass);
+    model.parameters().fold_gradients(s);
+  };
   int64_t updates = 0;
   const auto update = [&] {
     optimizer.measure(s, model);
@@ -97,8 +101,9 @@ StepBenchmark benchmark_step(const RunConfig& c, const StepBenchmarkOptions& o) 
   r.micro_batch_spread = micro_time.spread;
   r.update_ms = 1e3 * update_time.median;
   r.arena_bytes = arena.capacity();
-  r.memory_bytes = arena.capacity() + state.capacity() + Optimizer::state_bytes(model.parameters(), c.optimizer) +
-                   model.parameters().elements() * (8 + (pass.dtype == DType::bf16 ? 2 : 0));
+  r.memory_bytes = arena.capacity() + state.capacity() +
+                   Optimizer::state_bytes(model.parameters(), c.optimizer, optimizer.shares()) +
+                   model.parameters().elements() * (8 + (sums ? 8 : 0) + (pass.dtype == DType::bf16 ? 2 : 0));
   return r;
 }
 

@@ -61,6 +61,8 @@ void write_checkpoint_shards(const std::string& dir, int rank, const std::vector
 void commit_checkpoint(const std::string& root, int64_t step, const std::string& dir,
                        const std::string& train_state_json, const CheckpointPolicy& keep);
 void abandon_checkpoint(const std::string& dir) noexcept;
+// The DataError of a save that failed for this reason.
+[[noreturn]] void checkpoint_not_saved(const std::string& root, int64_t step, const std::string& why);
 
 // A verified checkpoint, open for reading.  Copies share the mapped files; a Tensor stays valid while any copy lives.
 class LoadedCheckpoint {
@@ -79,14 +81,14 @@ class LoadedCheckpoint {
   void read_rows(const std::string& name, int64_t first, Tensor out) const;
 
  private:
-  friend LoadedCheckpoint open_checkpoint(const std::string& dir);
+  friend LoadedCheckpoint open_checkpoint(const std::string& dir, bool verify);
   struct Contents;
   std::shared_ptr<Contents> contents_;
 };
 
 // Opens the named folder after checking every file's size and checksum and every tensor's coverage; DataError says what
-// is wrong with it.
-LoadedCheckpoint open_checkpoint(const std::string& dir);
+// is wrong with it.  `verify` false leaves the files' sizes and checksums to another rank that has read them.
+LoadedCheckpoint open_checkpoint(const std::string& dir, bool verify = true);
 
 // A folder that did not verify.
 struct RejectedCheckpoint {

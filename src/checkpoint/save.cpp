@@ -149,12 +149,6 @@ void publish(const std::string& root, int64_t step, const std::string& dir, cons
   fs::remove_all(dir);  // the replaced checkpoint of this step, if there was one
 }
 
-[[noreturn]] void not_saved(const std::string& root, int64_t step, const std::string& why) {
-  throw DataError(
-      text("the checkpoint of step ", step, " was not saved: ", why, " What was under ", root,
-           " before is untouched. If the disk is full or read only, make room or set checkpoint.dir elsewhere."));
-}
-
 // Errors of std::filesystem are system errors: their text has the path and the reason.
 template <class F>
 void guarded(const std::string& root, int64_t step, const std::string& dir, F&& fn) {
@@ -162,10 +156,10 @@ void guarded(const std::string& root, int64_t step, const std::string& dir, F&& 
     fn();
   } catch (const DataError& e) {
     abandon_checkpoint(dir);
-    not_saved(root, step, e.what());
+    checkpoint_not_saved(root, step, e.what());
   } catch (const std::system_error& e) {
     abandon_checkpoint(dir);
-    not_saved(root, step, text(e.what(), "."));
+    checkpoint_not_saved(root, step, text(e.what(), "."));
   } catch (...) {
     abandon_checkpoint(dir);
     throw;
@@ -173,6 +167,12 @@ void guarded(const std::string& root, int64_t step, const std::string& dir, F&& 
 }
 
 }  // namespace
+
+void checkpoint_not_saved(const std::string& root, int64_t step, const std::string& why) {
+  throw DataError(
+      text("the checkpoint of step ", step, " was not saved: ", why, " What was under ", root,
+           " before is untouched. If the disk is full or read only, make room or set checkpoint.dir elsewhere."));
+}
 
 std::string begin_checkpoint(const std::string& root, int64_t step) {
   KESTREL_CHECK(step >= 0, "step ", step);

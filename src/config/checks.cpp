@@ -229,6 +229,19 @@ void check_schedule(const Draft& d) {
   }
 }
 
+// What depends on the number of ranks is the trainer's to check.
+void check_parallel(const Draft& d) {
+  const int64_t ranks = d.config.parallel.expert, experts = d.config.model.num_experts;
+  if (ranks == 1) return;
+  if (experts == 0) {
+    d.refuse("parallel.expert", text("is ", ranks, ", but the model has no experts to share out. Set it to 1"));
+  }
+  if (experts % ranks != 0) {
+    d.refuse("parallel.expert", text("is ", ranks, ", but model.num_experts ", experts,
+                                     " cannot be shared out evenly. Set it to a divisor of num_experts"));
+  }
+}
+
 void check_rest(const Draft& d) {
   const RunConfig& c = d.config;
   if (c.eval.every > 0 && c.data.validation.empty()) {
@@ -273,6 +286,7 @@ void resolve_run(Draft& d) {
   check_length(d);
   check_batch(d);
   check_schedule(d);
+  check_parallel(d);
   check_rest(d);
   fill_directories(d);
 }

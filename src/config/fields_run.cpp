@@ -159,10 +159,9 @@ void add_schedule(std::vector<Field>& t) {
 void add_parallel(std::vector<Field>& t) {
   const auto add = [&](auto... args) -> Field& { return t.emplace_back(make_field(args...)); };
   add(
-      "parallel.expert", "Ranks that share one set of experts.",
+      "parallel.expert", "Ranks that share one set of experts; it divides the number of ranks and `model.num_experts`.",
       [](auto& d) -> auto& { return d.config.parallel.expert; })
-      .between(1, 1)
-      .note("Expert parallelism does not exist yet; set 1.");
+      .count(1);
   add(
       "parallel.context", "Ranks that share one row.", [](auto& d) -> auto& { return d.config.parallel.context; })
       .between(1, 1)
@@ -175,7 +174,7 @@ void add_parallel(std::vector<Field>& t) {
       "parallel.zero_stage", "1: each rank keeps the optimizer state of its share of the parameters.",
       [](auto& d) -> auto& { return d.config.parallel.zero_stage; })
       .between(1, 1)
-      .note("Optimizer state is always sharded and gradients and weights are not; set 1.");
+      .note("Optimizer state is always sharded over the ranks, gradients and weights are not; set 1.");
 }
 
 void add_outputs(std::vector<Field>& t) {

@@ -7,6 +7,7 @@
 #include "kernels/core/elementwise.h"
 #include "kernels/core/transfer.h"
 #include "kernels/router/balancing.h"
+#include "src/parallel/device_sums.h"
 
 namespace kestrel {
 
@@ -83,6 +84,22 @@ void Balancer::add_auxiliary(const Pass& pass, Tensor dlogits, Tensor logits, Te
   if (config_.method != Method::aux_loss) return;
   aux_loss(pass.s, static_cast<float>(config_.aux_coefficient), static_cast<float>(pass.batch_share), auxiliary_,
            dlogits, logits, load, routing_.k);
+}
+
+void Balancer::pool(Stream& s, Communicator& ranks) {
+  if (ranks.size() == 1) return;
+  sum_over(s, ranks, load_);
+  sum_over(s, ranks, histogram_);
+  sum_over(s, ranks, auxiliary_);
+  if (!keeps_margins()) return;
+  ranks.sum(std::span(mean_of_solutions_));
+  solutions_ = ranks.sum_of(solutions_);
+  const std::string mine(reinterpret_cast<const char*>(margins_.data()), margins_.size() * sizeof(float));
+  margins_.clear();
+  for (const std::string& theirs : ranks.gather(mine)) {
+    const auto* values = reinterpret_cast<const float*>(theirs.data());
+    margins_.insert(margins_.end(), values, values + theirs.size() / sizeof(float));
+  }
 }
 
 // On the host: the margins of a whole step are kept there.

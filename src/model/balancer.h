@@ -1,9 +1,9 @@
 // The balance of one MoE layer over a step: counts what the router did, and sets the bias of the next step.
 //
 // Statistics are gathered in every training micro-batch (never in evaluation or recomputation), pooled over the global
-// batch, and turned into the next bias by `solve` - only when the optimizer's update was applied; otherwise they are
-// dropped. The bias is a checkpointed fp32 tensor (`e_score_correction_bias`) that no optimizer touches. Methods and
-// arithmetic: kernels/router/balancing.h.
+// batch (all micro-batches of all ranks), and turned into the next bias by `solve` - only when the optimizer's update
+// was applied; otherwise they are dropped. The bias is a checkpointed fp32 tensor (`e_score_correction_bias`) that no
+// optimizer touches. Methods and arithmetic: kernels/router/balancing.h.
 #pragma once
 
 #include <vector>
@@ -11,6 +11,7 @@
 #include "kernels/router/router.h"
 #include "src/model/parameters.h"
 #include "src/model/pass.h"
+#include "src/parallel/communicator.h"
 
 namespace kestrel {
 
@@ -28,6 +29,8 @@ class Balancer {
   void observe(const Pass& pass, Tensor logits, Tensor cutoff, Tensor load);
   // Adds the auxiliary loss' gradient to dlogits (method aux_loss only).
   void add_auxiliary(const Pass& pass, Tensor dlogits, Tensor logits, Tensor load);
+  // Collective: the statistics of the step become those of all ranks, in the order of the ranks.
+  void pool(Stream& s, Communicator& ranks);
   void solve(Stream& s);
 
   Tensor load() const { return load_; }            // [E] I32, tokens of the step per expert

@@ -8,10 +8,11 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/loss/loss.h"
 #include "src/model/init.h"
+#include "src/parallel/device_sums.h"
 
 namespace kestrel {
 
-Model::Model(const ModelConfig& c) : config_(c) {
+Model::Model(const ModelConfig& c, const ExpertShare& share) : config_(c) {
   const int64_t D = c.hidden_size;
   const bool mixes = c.residual != ModelConfig::Residual::standard;
   embed_ =
@@ -30,7 +31,7 @@ Model::Model(const ModelConfig& c) : config_(c) {
     }
     sites_.push_back(declare_site(pre + ".post_attention_layernorm", pre + ".mlp_res", mixes, full));
     if (c.is_moe(l)) {
-      auto layer = std::make_unique<MoeLayer>(c, store_, pre + ".block_sparse_moe");
+      auto layer = std::make_unique<MoeLayer>(c, store_, pre + ".block_sparse_moe", share);
       moe_.push_back(layer.get());
       moe_names_.push_back(pre + ".block_sparse_moe");
       sublayers_.push_back(std::move(layer));
@@ -71,6 +72,11 @@ void Model::begin_step(Stream& s) {
   for (MlaLayer* m : mla_) {
     if (m->max_logit()) fill_zero(s, m->max_logit());  // only heads above tau > 0 are clipped
   }
+}
+
+void Model::pool_statistics(Stream& s, Communicator& ranks) {
+  for (MoeLayer* m : moe_) m->balancer().pool(s, ranks);
+  for (MlaLayer* m : mla_) max_over(s, ranks, m->max_logit());
 }
 
 void Model::apply_balance(Stream& s) {

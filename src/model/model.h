@@ -37,7 +37,8 @@ struct MicroBatch {
 
 class Model {
  public:
-  explicit Model(const ModelConfig& config);
+  // `share`: the experts that this rank holds.
+  explicit Model(const ModelConfig& config, const ExpertShare& share = {});
 
   const ModelConfig& config() const { return config_; }
   // A batch with documents turns the mask on where the config left it open (parity files).
@@ -61,7 +62,9 @@ class Model {
   // logits [B*T, vocab] F32.
   void logits(Stream& s, const MicroBatch& batch, Tensor logits, const PassOptions& options);
 
-  void begin_step(Stream& s);     // clears the step's statistics
+  void begin_step(Stream& s);  // clears the step's statistics
+  // Collective.  The step's statistics - loads, margins, largest logits - become those of all ranks.
+  void pool_statistics(Stream& s, Communicator& ranks);
   void apply_balance(Stream& s);  // the biases of the next step; only after an applied update
 
   const std::vector<MoeLayer*>& moe_layers() const { return moe_; }

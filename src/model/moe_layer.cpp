@@ -26,10 +26,13 @@ Block* declare_bias(const ModelConfig& c, ParameterStore& store, const std::stri
       /*keep_f32=*/true, /*trained=*/false);
 }
 
-Member family(std::string name, int64_t count, int64_t rows, int64_t cols, int64_t first_row, int64_t stride,
-              Init init) {
+// One tensor of every expert, the first `first_row` rows into the expert's `stride`.
+Member family(std::string name, int64_t experts, const ExpertExchange& here, int64_t rows, int64_t cols,
+              int64_t first_row, int64_t stride, Init init) {
   Member m = matrix_member(std::move(name), rows, cols, init, Rule::muon);
-  m.count = count;
+  m.count = here.count();
+  m.first = here.first();
+  m.family = experts;
   m.row = first_row;
   m.row_stride = stride;
   return m;
@@ -37,8 +40,10 @@ Member family(std::string name, int64_t count, int64_t rows, int64_t cols, int64
 
 }  // namespace
 
-MoeLayer::MoeLayer(const ModelConfig& c, ParameterStore& store, const std::string& pre)
-    : D_(c.hidden_size),
+MoeLayer::MoeLayer(const ModelConfig& c, ParameterStore& store, const std::string& pre, const ExpertShare& share)
+    : store_(store),
+      exchange_(share, c.num_experts),
+      D_(c.hidden_size),
       E_(c.num_experts),
       l_(c.expert_input_size()),
       f_(c.moe_intermediate_size),
@@ -56,9 +61,11 @@ MoeLayer::MoeLayer(const ModelConfig& c, ParameterStore& store, const std::strin
           l_, {vector_member(pre + ".routed_expert_norm.weight", l_, {Init::Kind::ones}, Rule::adamw_no_decay)}, true);
     up_ = store.declare(l_, {matrix_member(pre + ".routed_expert_up_proj.weight", D_, l_, output_init(c), Rule::muon)});
   }
-  w13_ = store.declare(l_, {family(pre + ".experts.{}.w1.weight", E_, f_, l_, 0, 2 * f_, weight_init(c)),
-                            family(pre + ".experts.{}.w3.weight", E_, f_, l_, f_, 2 * f_, weight_init(c))});
-  w2_ = store.declare(f_, {family(pre + ".experts.{}.w2.weight", E_, l_, f_, 0, l_, output_init(c))});
+  w13_ = store.declare_experts(
+      l_, {family(pre + ".experts.{}.w1.weight", E_, exchange_, f_, l_, 0, 2 * f_, weight_init(c)),
+           family(pre + ".experts.{}.w3.weight", E_, exchange_, f_, l_, f_, 2 * f_, weight_init(c))});
+  w2_ =
+      store.declare_experts(f_, {family(pre + ".experts.{}.w2.weight", E_, exchange_, l_, f_, 0, l_, output_init(c))});
   if (c.num_shared_experts > 0)
     shared_ = std::make_unique<FfnLayer>(c, store, pre + ".shared_experts", c.shared_width());
 }
@@ -80,13 +87,79 @@ void MoeLayer::route(const Pass& pass, Tensor x) {
   if (pass.observe) balancer_.observe(pass, a_.logits, cutoff, a_.load);
 }
 
+void MoeLayer::send_rows(Stream& s, Tensor rows, Tensor x) {
+  if (exchange_.alone()) return gather_rows(s, rows, x, a_.plan);
+  ScratchScope scope(s);
+  Tensor sent = s.temp({a_.plan.max_rows(), x.cols()}, x.dtype);
+  gather_rows(s, sent, x, a_.plan);
+  exchange_.to_experts(s, a_.route, rows, sent);
+}
+
+void MoeLayer::send_slots(Stream& s, Tensor rows, Tensor value) {
+  if (exchange_.alone()) return gather_slots(s, rows, value, a_.plan);
+  ScratchScope scope(s);
+  Tensor sent = s.temp({a_.plan.max_rows()});
+  gather_slots(s, sent, value, a_.plan);
+  exchange_.to_experts(s, a_.route, rows, sent);
+}
+
+void MoeLayer::collect_rows(Stream& s, Tensor y, Tensor rows) {
+  if (exchange_.alone()) return sum_rows(s, y, rows, a_.plan);
+  ScratchScope scope(s);
+  Tensor returned = s.temp({a_.plan.max_rows(), y.cols()}, y.dtype);
+  exchange_.from_experts(s, a_.route, returned, rows);
+  sum_rows(s, y, returned, a_.plan);
+}
+
+void MoeLayer::collect_slots(Stream& s, Tensor value, Tensor rows) {
+  if (exchange_.alone()) return scatter_slots(s, value, rows, a_.plan);
+  ScratchScope scope(s);
+  Tensor returned = s.temp({a_.plan.max_rows()});
+  exchange_.from_experts(s, a_.route, returned, rows);
+  scatter_slots(s, value, returned, a_.plan);
+}
+
+template <class F>
+void MoeLayer::for_each_source(F&& fn) const {
+  if (exchange_.alone()) return fn(0, a_.plan.max_rows(), a_.plan.offsets);
+  int64_t first = 0;
+  for (int64_t q = 0; q < exchange_.ranks(); ++q) {
+    const int64_t rows = a_.route.received[static_cast<size_t>(q)];
+    if (rows > 0) fn(first, rows, a_.route.offsets[q]);
+    first += rows;
+  }
+}
+
+void MoeLayer::expert_products(Stream& s, Tensor y, Tensor x, const Block& w, int64_t out) {
+  for_each_source([&](int64_t first, int64_t rows, Tensor offsets) {
+    grouped_linear_forward(s, y.slice(first, rows), x.slice(first, rows), w.w.view({exchange_.count(), out, w.cols}),
+                           offsets);
+  });
+}
+
+void MoeLayer::expert_input_gradients(Stream& s, Tensor dx, Tensor dy, const Block& w, int64_t out) {
+  for_each_source([&](int64_t first, int64_t rows, Tensor offsets) {
+    grouped_linear_backward_input(s, dx.slice(first, rows), dy.slice(first, rows),
+                                  w.w.view({exchange_.count(), out, w.cols}), offsets);
+  });
+}
+
+// Of each source by itself: its micro-batch leaves the same gradients wherever the experts are.
+void MoeLayer::expert_weight_gradients(Stream& s, const Block& w, int64_t out, Tensor dy, Tensor x) {
+  for_each_source([&](int64_t first, int64_t rows, Tensor offsets) {
+    grouped_linear_backward_weight(s, w.g.view({exchange_.count(), out, w.cols}), dy.slice(first, rows),
+                                   x.slice(first, rows), offsets);
+    if (!exchange_.alone()) store_.fold_gradients(s, w);
+  });
+}
+
 void MoeLayer::dispatch(const Pass& pass, Tensor x) {
-  a_.rows = pass.save_pointwise({a_.plan.max_rows(), l_}, pass.dtype, "experts");
-  gather_rows(pass.s, a_.rows, latent_ ? a_.z : x, a_.plan);
+  a_.rows = pass.save_pointwise({rows_here(), l_}, pass.dtype, "experts");
+  send_rows(pass.s, a_.rows, latent_ ? a_.z : x);
 }
 
 void MoeLayer::activate(const Pass& pass) {
-  a_.h = pass.save_pointwise({a_.plan.max_rows(), f_}, pass.dtype, "experts");
+  a_.h = pass.save_pointwise({rows_here(), f_}, pass.dtype, "experts");
   glu_forward(pass.s, glu_, a_.h, a_.gate_up.columns(0, f_), a_.gate_up.columns(f_, f_), a_.p);
 }
 
@@ -101,26 +174,31 @@ void MoeLayer::forward(const Pass& pass, Tensor y, Tensor x) {
   Stream& s = pass.s;
   const int64_t N = pass.N();
   route(pass, x);
-  const int64_t R = a_.index.numel();
-  a_.plan = {pass.save({N, a_.index.cols()}, DType::i32, "router"), pass.save({R}, DType::i32, "router"),
+  a_.plan = {pass.save({N, a_.index.cols()}, DType::i32, "router"), pass.save({a_.index.numel()}, DType::i32, "router"),
              pass.save({E_ + 1}, DType::i64, "router")};
   dispatch_plan(s, a_.plan, a_.index);
+  if (!exchange_.alone()) {
+    a_.route = exchange_.route(s, a_.plan);
+    a_.route.offsets = pass.save({exchange_.ranks(), exchange_.count() + 1}, DType::i64, "router");
+    exchange_.fill_offsets(s, a_.route);
+  }
+  const int64_t R = rows_here();
   if (latent_) {
     a_.z = pass.save({N, l_}, pass.dtype, "experts");
     linear_forward(s, a_.z, x, down_->w);
   }
   a_.p = pass.save({R}, DType::f32, "router");
-  gather_slots(s, a_.p, a_.weight, a_.plan);
+  send_slots(s, a_.p, a_.weight);
   a_.u = pass.save({N, l_}, pass.dtype, "experts");
   a_.gate_up = pass.save({R, 2 * f_}, pass.dtype, "experts");
   dispatch(pass, x);
-  grouped_linear_forward(s, a_.gate_up, a_.rows, w13_->w.view({E_, 2 * f_, l_}), a_.plan.offsets);
+  expert_products(s, a_.gate_up, a_.rows, *w13_, 2 * f_);
   activate(pass);
   {
     ScratchScope scope(s);
     Tensor out = s.temp({R, l_}, pass.dtype);
-    grouped_linear_forward(s, out, a_.h, w2_->w.view({E_, l_, f_}), a_.plan.offsets);
-    sum_rows(s, a_.u, out, a_.plan);
+    expert_products(s, out, a_.h, *w2_, l_);
+    collect_rows(s, a_.u, out);
   }
   if (norm_) a_.u_rstd = pass.save({N}, DType::f32, "experts");
   normalise(pass);
@@ -137,20 +215,19 @@ void MoeLayer::forward(const Pass& pass, Tensor y, Tensor x) {
 void MoeLayer::backward_experts(const Pass& pass, Tensor dz, Tensor dweight, Tensor du) {
   Stream& s = pass.s;
   ScratchScope scope(s);
-  const int64_t R = a_.plan.max_rows();
-  const Tensor w13 = w13_->w.view({E_, 2 * f_, l_}), w2 = w2_->w.view({E_, l_, f_});
+  const int64_t R = rows_here();
   Tensor drows = s.temp({R, l_}, pass.dtype), dh = s.temp({R, f_}, pass.dtype);
   const Tensor dgate_up = a_.gate_up;  // in place: nobody reads the forward's values after the unit's backward
   Tensor dp = s.temp({R});
-  gather_rows(s, drows, du, a_.plan);
-  grouped_linear_backward_input(s, dh, drows, w2, a_.plan.offsets);
-  grouped_linear_backward_weight(s, w2_->g.view({E_, l_, f_}), drows, a_.h, a_.plan.offsets);
+  send_rows(s, drows, du);
+  expert_input_gradients(s, dh, drows, *w2_, l_);
+  expert_weight_gradients(s, *w2_, l_, drows, a_.h);
   glu_backward(s, glu_, dgate_up.columns(0, f_), dgate_up.columns(f_, f_), dp, dh, a_.gate_up.columns(0, f_),
                a_.gate_up.columns(f_, f_), a_.p);
-  grouped_linear_backward_weight(s, w13_->g.view({E_, 2 * f_, l_}), dgate_up, a_.rows, a_.plan.offsets);
-  grouped_linear_backward_input(s, drows, dgate_up, w13, a_.plan.offsets);
-  sum_rows(s, dz, drows, a_.plan);
-  scatter_slots(s, dweight, dp, a_.plan);
+  expert_weight_gradients(s, *w13_, 2 * f_, dgate_up, a_.rows);
+  expert_input_gradients(s, drows, dgate_up, *w13_, 2 * f_);
+  collect_rows(s, dz, drows);
+  collect_slots(s, dweight, dp);
 }
 
 void MoeLayer::backward(const Pass& pass, Tensor dx, Tensor dy, Tensor x) {

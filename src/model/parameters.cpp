@@ -7,6 +7,7 @@
 #include "kernels/core/device.h"
 #include "kernels/core/elementwise.h"
 #include "kernels/core/parallel.h"
+#include "kernels/core/profile.h"
 #include "kernels/core/transfer.h"
 #include "src/model/random.h"
 
@@ -57,7 +58,7 @@ void fill(float* out, int64_t n, const NamedParameter& p, uint64_t seed) {
 
 std::string Member::name_of(int64_t i) const {
   const size_t at = name.find("{}");
-  return at == std::string::npos ? name : name.substr(0, at) + std::to_string(i) + name.substr(at + 2);
+  return at == std::string::npos ? name : name.substr(0, at) + std::to_string(first + i) + name.substr(at + 2);
 }
 
 Member matrix_member(std::string name, int64_t rows, int64_t cols, Init init, Rule rule,
@@ -79,8 +80,17 @@ Member vector_member(std::string name, int64_t n, Init init, Rule rule) {
 }
 
 Block* ParameterStore::declare(int64_t cols, std::vector<Member> members, bool keep_f32, bool trained) {
+  return declare(Region::common, cols, std::move(members), keep_f32, trained);
+}
+
+Block* ParameterStore::declare_experts(int64_t cols, std::vector<Member> members) {
+  return declare(Region::experts, cols, std::move(members), /*keep_f32=*/false, /*trained=*/true);
+}
+
+Block* ParameterStore::declare(Region region, int64_t cols, std::vector<Member> members, bool keep_f32, bool trained) {
   KESTREL_CHECK(!allocated(), "parameters are declared before they are allocated");
   Block& b = blocks_.emplace_back();
+  b.region = region;
   b.cols = cols;
   b.keep_f32 = keep_f32;
   b.trained = trained;
@@ -95,41 +105,47 @@ Block* ParameterStore::declare(int64_t cols, std::vector<Member> members, bool k
       b.rows = std::max(b.rows, m.row + m.row_stride * (m.count - 1) + m.rows);
     }
   }
-  constexpr int64_t kMostElements = int64_t{1} << 55;  // with gradients and optimizer state an arena's most, 2^60 bytes
-  b.offset = elements_;
   int64_t numel = 0;
-  if (__builtin_mul_overflow(b.rows, b.cols, &numel) || numel > kMostElements - elements_ - kBlockAlignment) {
+  if (__builtin_mul_overflow(b.rows, b.cols, &numel) || numel > kMostElements - elements() - kBlockAlignment) {
     throw ConfigError(text("the model is too large: with ", b.members[0].name, ", a block of ", b.rows, " x ", b.cols,
                            ", it has more than 2^55 parameters. Lower model.hidden_size, the widths of its layers, ",
                            "model.num_experts or model.num_hidden_layers."));
   }
-  elements_ += (numel + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
+  int64_t& end = elements_[static_cast<size_t>(region)];
+  b.offset = end;
+  end += (numel + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
   return &b;
 }
 
-void ParameterStore::allocate(Device device, DType working, bool gradients) {
+void ParameterStore::allocate(Device device, DType working, bool gradients, bool sums) {
   KESTREL_CHECK(!allocated(), "parameters are allocated once");
   working_ = working;
   const bool split = working != DType::f32;
-  const int64_t bytes = elements_ * (4 + (gradients ? 4 : 0) + (split ? size_of(working) : 0)) + 3 * 256;
+  const int64_t bytes =
+      elements() * (4 + (gradients ? 4 : 0) + (split ? size_of(working) : 0) + (sums ? 8 : 0)) + 4 * 256;
+  KESTREL_CHECK(!sums || (gradients && device == Device::cpu), "gradients are summed in fp64 on the CPU alone");
   memory_ = std::make_unique<Arena>(device, bytes);
-  const Tensor master = memory_->keep({elements_}, DType::f32, "master weights");
-  if (gradients) gradients_ = memory_->keep({elements_}, DType::f32, "gradients");
-  Tensor work = split ? memory_->keep({elements_}, working, "weights") : master;
+  const Tensor master = memory_->keep({elements()}, DType::f32, "master weights");
+  if (gradients) gradients_ = memory_->keep({elements()}, DType::f32, "gradients");
+  if (sums) sums_ = memory_->keep({elements()}, DType::f64, "gradients");
+  Tensor work = split ? memory_->keep({elements()}, working, "weights") : master;
   place(master, work, gradients_);
 }
 
 void ParameterStore::plan(Device device, DType working) {
   working_ = working;
   Arena planner = Arena::planner(device);
-  const Tensor master = planner.keep({elements_}, DType::f32, "master weights");
-  gradients_ = planner.keep({elements_}, DType::f32, "gradients");
-  place(master, working == DType::f32 ? master : planner.keep({elements_}, working, "weights"), gradients_);
+  const Tensor master = planner.keep({elements()}, DType::f32, "master weights");
+  gradients_ = planner.keep({elements()}, DType::f32, "gradients");
+  place(master, working == DType::f32 ? master : planner.keep({elements()}, working, "weights"), gradients_);
 }
 
 void ParameterStore::place(Tensor master, Tensor work, Tensor gradients) {
+  masters_ = master;
   for (Block& b : blocks_) {
-    const auto cut = [&](const Tensor& flat) { return flat.slice(b.offset, b.numel()).view({b.rows, b.cols}); };
+    const auto cut = [&](const Tensor& flat) {
+      return region_of(flat, b.region).slice(b.offset, b.numel()).view({b.rows, b.cols});
+    };
     b.master = cut(master);
     b.w = b.keep_f32 ? b.master : cut(work);
     if (gradients && b.trained) b.g = cut(gradients);
@@ -162,6 +178,42 @@ void ParameterStore::refresh_working(Stream& s) {
 
 void ParameterStore::zero_gradients(Stream& s) {
   fill_zero(s, gradients_);
+  if (sums_) fill_zero(s, sums_);
+}
+
+namespace {
+
+constexpr int64_t kFoldGrain = 1 << 16;
+
+void fold(Stream& s, const Tensor& sums, const Tensor& gradients) {
+  const OpRange range(s, "fold_gradients");
+  double* sum = sums.as<double>();
+  float* g = gradients.f32();
+  parallel_pieces(gradients.numel(), kFoldGrain, [&](int64_t a, int64_t b) {
+    for (int64_t i = a; i < b; ++i) {
+      sum[i] += static_cast<double>(g[i]);
+      g[i] = 0.f;
+    }
+  });
+}
+
+}  // namespace
+
+void ParameterStore::fold_gradients(Stream& s) {
+  if (sums_ && !s.planning()) fold(s, sums_, gradients_);
+}
+
+void ParameterStore::fold_gradients(Stream& s, const Block& b) {
+  if (sums_ && !s.planning()) fold(s, gradient_sums(b.region).slice(b.offset, b.numel()), b.g.view({b.numel()}));
+}
+
+void ParameterStore::round_sums(Stream& s, Region r, int64_t begin, int64_t end) {
+  const OpRange range(s, "round_sums");
+  const double* sum = gradient_sums(r).as<double>();
+  float* g = gradients(r).f32();
+  parallel_pieces(end - begin, kFoldGrain, [&](int64_t a, int64_t b) {
+    for (int64_t i = begin + a; i < begin + b; ++i) g[i] = static_cast<float>(sum[i]);
+  });
 }
 
 void ParameterStore::for_each(const std::function<void(const NamedParameter&)>& fn) const {
@@ -172,6 +224,16 @@ void ParameterStore::for_each(const std::function<void(const NamedParameter&)>& 
     for (int64_t i = 0; i < most; ++i) {
       for (const Member& m : b.members) {
         if (i < m.count) fn({m.name_of(i), m.shape, &m, m.row + i * m.row_stride});
+      }
+    }
+  }
+}
+
+void ParameterStore::for_each_elsewhere(const std::function<void(const std::string&)>& fn) const {
+  for (const Block& b : blocks_) {
+    for (const Member& m : b.members) {
+      for (int64_t i = -m.first; i < m.family - m.first; ++i) {
+        if (i < 0 || i >= m.count) fn(m.name_of(i));
       }
     }
   }

@@ -131,6 +131,15 @@ void load_weights(ParameterStore& store, const WeightSource& source) {
     convert(out.f32(), e, out.numel(), p.name);
     put(store, p, out, source.path());
   });
+  store.for_each_elsewhere([&](const std::string& name) {
+    if (mxfp4.count(name)) {
+      used.insert({name + "_packed", name + "_scale"});
+    } else if (source.has(name)) {
+      used.insert(name);
+    } else {
+      wrong.add(text(name, ": missing"));
+    }
+  });
   for (const std::string& name : source.names()) {
     if (!used.count(name)) wrong.add(text(name, ": unexpected"));
   }

@@ -38,6 +38,10 @@ DType working_dtype(const TrainConfig& config, Device device) {
   return device == Device::cuda && config.precision == TrainConfig::Precision::bf16 ? DType::bf16 : DType::f32;
 }
 
+bool sums_gradients(const TrainConfig& config, Device device) {
+  return device == Device::cpu && config.global_batch_size > config.micro_batch_size;
+}
+
 Model::PassOptions pass_options(const TrainConfig& config, Device device) {
   Model::PassOptions pass;
   pass.dtype = working_dtype(config, device);

@@ -17,6 +17,9 @@ int64_t device_memory(Device device);
 // The CPU computes in fp32 whatever train.precision says; start-up lines say so.
 DType working_dtype(const TrainConfig& config, Device device);
 
+// Whether the gradients of several micro-batches meet in fp64 (ParameterStore::fold_gradients).
+bool sums_gradients(const TrainConfig& config, Device device);
+
 // How the passes of a run on `device` are made.
 Model::PassOptions pass_options(const TrainConfig& config, Device device);
 

@@ -36,11 +36,31 @@ Optimizer::Assignment Optimizer::assignment(const OptimizerConfig& config, const
 
 namespace {
 
-int64_t v_elements(const ParameterStore& store, const OptimizerConfig& config) {
+using Rows = UpdateShares::Rows;
+
+// Elements that lie before a share's begin in the same 64: a state tensor keeps the alignment of its parameter.
+constexpr int64_t kAlignment = 64;
+int64_t lead(const UpdateShares& shares, Region r) {
+  return shares.begin(r) % kAlignment;
+}
+
+int64_t m_elements(const UpdateShares& shares, Region r) {
+  return lead(shares, r) + shares.end(r) - shares.begin(r);
+}
+
+// Rows of `part` (counted in the block) that are in the share.
+Rows common_rows(const Rows& share, int64_t first, int64_t rows) {
+  const int64_t a = std::max(share.first, first), b = std::min(share.last, first + rows);
+  return {a, std::max(a, b)};
+}
+
+int64_t v_elements(const ParameterStore& store, const OptimizerConfig& config, const UpdateShares& shares) {
   int64_t n = 0;
   for (const Block& b : store.blocks()) {
+    const Rows mine = shares.rows_of(b);
     for (const Member& m : b.members) {
-      if (Optimizer::assignment(config, m).kind == Optimizer::Assignment::Kind::adamw) n += m.rows * m.count * b.cols;
+      if (Optimizer::assignment(config, m).kind != Optimizer::Assignment::Kind::adamw) continue;
+      for (int64_t i = 0; i < m.count; ++i) n += common_rows(mine, m.row + i * m.row_stride, m.rows).count() * b.cols;
     }
   }
   return n;
@@ -48,24 +68,29 @@ int64_t v_elements(const ParameterStore& store, const OptimizerConfig& config) {
 
 }  // namespace
 
-int64_t Optimizer::state_bytes(const ParameterStore& store, const OptimizerConfig& config) {
-  return 4 * (store.elements() + v_elements(store, config));
+int64_t Optimizer::state_bytes(const ParameterStore& store, const OptimizerConfig& config, const UpdateShares& shares) {
+  return 4 *
+         (m_elements(shares, Region::common) + m_elements(shares, Region::experts) + v_elements(store, config, shares));
 }
 
-Optimizer::Optimizer(ParameterStore& store, const OptimizerConfig& config, Device device, bool planned)
+Optimizer::Optimizer(ParameterStore& store, const OptimizerConfig& config, Device device, UpdateShares shares,
+                     bool planned)
     : store_(store),
       config_(config),
+      shares_(std::move(shares)),
       device_(device),
       square_sum_host_(planned ? Device::cpu : device, size_of(DType::f64)) {
-  const int64_t nv = v_elements(store, config);
-  memory_ =
-      std::make_unique<Arena>(planned ? Arena::planner(device) : Arena(device, 4 * (store.elements() + nv) + 3 * 256));
-  m_ = memory_->keep({store.elements()}, DType::f32, "optimizer");
-  v_ = memory_->keep({nv}, DType::f32, "optimizer");
-  square_sum_ = memory_->keep({1}, DType::f64, "optimizer");
+  const int64_t bytes = state_bytes(store, config, shares_) + 4 * 256;
+  memory_ = std::make_unique<Arena>(planned ? Arena::planner(device) : Arena(device, bytes));
   Stream zero(*memory_);
-  fill_zero(zero, m_);  // nothing on a planner
+  for (const Region r : {Region::common, Region::experts}) {
+    Tensor& m = m_[static_cast<size_t>(r)];
+    m = memory_->keep({m_elements(shares_, r)}, DType::f32, "optimizer");
+    fill_zero(zero, m);  // nothing on a planner
+  }
+  v_ = memory_->keep({v_elements(store, config, shares_)}, DType::f32, "optimizer");
   fill_zero(zero, v_);
+  square_sum_ = memory_->keep({1}, DType::f64, "optimizer");
   int64_t v_offset = 0;
   for (Block& b : store.blocks()) {
     for (const Member& m : b.members) {
@@ -76,17 +101,28 @@ Optimizer::Optimizer(ParameterStore& store, const OptimizerConfig& config, Devic
   }
 }
 
+Tensor Optimizer::momentum_of(const Block& b, int64_t row, int64_t rows) const {
+  const int64_t at = b.offset + row * b.cols - shares_.begin(b.region) + lead(shares_, b.region);
+  return m_[static_cast<size_t>(b.region)].slice(at, rows * b.cols).view({rows, b.cols});
+}
+
 void Optimizer::add_muon(Block& b, const Member& m) {
-  const Tensor state = state_of(m_, b);
-  // `count` blocks of `rows` rows each, `stride` rows apart, from row `first` of the block.
+  const Rows mine = shares_.rows_of(b);
+  // Blocks of `rows` rows each, `stride` rows apart, `count` from row `first` of the block: those in the share.
   const auto task = [&](int64_t first, int64_t count, int64_t rows, int64_t stride) {
-    const auto cut = [&](const Tensor& t) {
-      Tensor v(static_cast<float*>(t.data) + first * b.cols, {count, rows, b.cols}, t.dtype, t.device);
-      return v;
+    const auto before = [&](int64_t row) {
+      return std::clamp<int64_t>(row <= first ? 0 : (row - first + stride - 1) / stride, 0, count);
     };
-    muon_.push_back({cut(b.master), cut(b.g), cut(state), stride * b.cols});
+    const int64_t skipped = before(mine.first), n = before(mine.last) - skipped;
+    if (n == 0) return;
+    first += skipped * stride;
+    const auto cut = [&](const Tensor& t, int64_t row) {
+      return Tensor(static_cast<float*>(t.data) + row * b.cols, {n, rows, b.cols}, t.dtype, t.device);
+    };
+    const Tensor state = momentum_of(b, mine.first, mine.count());
+    muon_.push_back({cut(b.master, first), cut(b.g, first), cut(state, first - mine.first), stride * b.cols});
   };
-  if (m.count > 1) return task(m.row, m.count, m.rows, m.row_stride);
+  if (m.family > 1) return task(m.row, m.count, m.rows, m.row_stride);
   const std::vector<int64_t> pattern = config_.per_head ? m.muon_blocks : std::vector<int64_t>{m.rows};
   const int64_t period = std::accumulate(pattern.begin(), pattern.end(), int64_t{0});
   KESTREL_CHECK(m.rows % period == 0, m.name, " has ", m.rows, " rows, its blocks repeat every ", period);
@@ -98,17 +134,15 @@ void Optimizer::add_muon(Block& b, const Member& m) {
 }
 
 void Optimizer::add_adamw(Block& b, const Member& m, bool decay, int64_t* v_offset) {
-  const int64_t rows = m.rows * m.count;
-  KESTREL_CHECK(m.count == 1 || m.row_stride == m.rows || config_.type == OptimizerConfig::Type::adamw, m.name,
-                " is interleaved");
-  const Tensor v = v_.slice(*v_offset, rows * b.cols).view({rows, b.cols});
-  *v_offset += rows * b.cols;
-  v_of_.emplace_back(&m, v);
-  const Tensor state = state_of(m_, b);
   for (int64_t i = 0; i < m.count; ++i) {
-    const int64_t r = m.row + i * m.row_stride;
-    adamw_.push_back(
-        {b.master.slice(r, m.rows), b.g.slice(r, m.rows), state.slice(r, m.rows), v.slice(i * m.rows, m.rows), decay});
+    const int64_t first = m.row + i * m.row_stride;
+    const Rows r = common_rows(shares_.rows_of(b), first, m.rows);
+    if (r.count() == 0) continue;
+    const Tensor v = v_.slice(*v_offset, r.count() * b.cols).view({r.count(), b.cols});
+    *v_offset += v.numel();
+    v_of_.push_back({"optimizer.v." + m.name_of(i), m.shape, r.first - first, v});
+    adamw_.push_back({b.master.slice(r.first, r.count()), b.g.slice(r.first, r.count()),
+                      momentum_of(b, r.first, r.count()), v, decay});
   }
 }
 
@@ -120,13 +154,19 @@ void Optimizer::plan(Stream& s) {
 
 void Optimizer::queue_square_sum(Stream& s) {
   const PhaseRange phase(s, "update");
-  // The flat buffer: its padding and the places of untrained blocks are zeros.
+  // Of the flat buffer: its padding and the places of untrained blocks are zeros.
+  std::vector<Tensor> mine;
+  for (const Region r : {Region::common, Region::experts}) {
+    const int64_t n = shares_.end(r) - shares_.begin(r);
+    if (n > 0) mine.push_back(store_.gradients(r).slice(shares_.begin(r), n));
+  }
   if (!s.planning()) fill_zero(s, square_sum_);
-  sum_of_squares(s, square_sum_, {store_.gradients()});
+  if (!mine.empty()) sum_of_squares(s, square_sum_, mine);
   if (!s.planning()) download(s, square_sum_host_.tensor({1}, DType::f64), square_sum_);
 }
 
 void Optimizer::measure(Stream& s, const Model& model) {
+  shares_.sum_gradients(s, store_);
   queue_square_sum(s);
   if (!config_.qk_clip) return;
   const auto& layers = model.mla_layers();
@@ -138,7 +178,7 @@ void Optimizer::measure(Stream& s, const Model& model) {
 }
 
 double Optimizer::gradient_norm() const {
-  return std::sqrt(*square_sum_host_.tensor({1}, DType::f64).as<double>());
+  return std::sqrt(shares_.sum_of(*square_sum_host_.tensor({1}, DType::f64).as<double>()));
 }
 
 float Optimizer::clip_scale(double norm) const {
@@ -166,6 +206,7 @@ void Optimizer::step(Stream& s, int64_t update, double lr, float grad_scale) {
     adamw.weight_decay = t.decay ? static_cast<float>(config_.weight_decay) : 0.f;
     adamw_step(s, adamw, t.p, t.g, t.m, t.v, grad_scale);
   }
+  if (!s.planning()) shares_.gather_masters(s, store_);
   store_.refresh_working(s);
 }
 
@@ -185,15 +226,14 @@ int64_t Optimizer::clip_heads(Stream& s, Model& model) {
   return clipped;
 }
 
-void Optimizer::for_each_state(
-    const std::function<void(const std::string&, const std::vector<int64_t>&, Tensor)>& fn) const {
+void Optimizer::for_each_state(const std::function<void(const StatePart&)>& fn) const {
   store_.for_each([&](const NamedParameter& p) {
-    if (p.member->block->trained) fn("optimizer.m." + p.name, p.shape, p.rows_of(state_of(m_, *p.member->block)));
+    const Block& b = *p.member->block;
+    const Rows r = common_rows(shares_.rows_of(b), p.first_row, p.member->rows);
+    if (!b.trained || r.count() == 0) return;
+    fn({"optimizer.m." + p.name, p.shape, r.first - p.first_row, momentum_of(b, r.first, r.count())});
   });
-  for (const auto& [member, v] : v_of_) {
-    for (int64_t i = 0; i < member->count; ++i)
-      fn("optimizer.v." + member->name_of(i), member->shape, v.slice(i * member->rows, member->rows));
-  }
+  for (const StatePart& v : v_of_) fn(v);
 }
 
 }  // namespace kestrel

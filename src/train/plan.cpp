@@ -21,11 +21,11 @@ Counts count(const ModelConfig& c, const Model& model) {
   for (const Block& b : model.parameters().blocks()) {
     if (!b.trained) continue;
     for (const Member& m : b.members) {
-      const int64_t elements = m.rows * m.count * b.cols;
+      const int64_t elements = m.rows * m.family * b.cols;  // on all ranks
       n.total += elements;
       const bool look_up = m.name == "model.embed_tokens.weight";
       if (look_up) n.embedding += elements;
-      if (m.count > 1) {
+      if (m.family > 1) {
         n.routed += elements;
         n.active += m.rows * b.cols * c.num_experts_per_token;
       } else if (!look_up || c.tie_word_embeddings) {
@@ -87,16 +87,32 @@ Device planned_device(const TrainConfig& c) {
   return c.device == Choice::cuda || device_count().count > 0 ? Device::cuda : Device::cpu;
 }
 
+// The share of the rank with the most optimizer state.
+UpdateShares largest_share(const RunConfig& c, const ParameterStore& store, int64_t ranks) {
+  const std::array<int64_t, 2> of{ranks, ranks / c.parallel.expert};
+  UpdateShares largest(store, c.optimizer, of, {0, 0});
+  int64_t most = 0;
+  for (int64_t r = 0; r < ranks; ++r) {
+    const UpdateShares share = largest.of_rank({r, r / c.parallel.expert});
+    const int64_t bytes = Optimizer::state_bytes(store, c.optimizer, share);
+    if (bytes > most) most = bytes, largest = share;
+  }
+  return largest;
+}
+
 void plan_memory(const RunConfig& c, Model& model, Plan& p) {
-  const int64_t elements = model.parameters().elements(), G = c.train.global_batch_size, T = c.data.sequence_length;
+  const int64_t elements = model.parameters().elements(), T = c.data.sequence_length;
+  const int64_t G = std::max(c.train.global_batch_size / p.ranks, c.train.micro_batch_size);
+  const UpdateShares shares = largest_share(c, model.parameters(), p.ranks);
   p.bytes["weights (fp32 masters)"] = 4 * elements;
   if (p.working != DType::f32) p.bytes["weights (bf16 copies)"] = size_of(p.working) * elements;
   p.bytes["gradients (fp32)"] = 4 * elements;
-  p.bytes["optimizer state (fp32)"] = Optimizer::state_bytes(model.parameters(), c.optimizer);
+  if (sums_gradients(c.train, p.device)) p.bytes["gradients (fp64 sums)"] = 8 * elements;
+  p.bytes["optimizer state (fp32)"] = Optimizer::state_bytes(model.parameters(), c.optimizer, shares);
 
   model.parameters().plan(p.device, p.working);
   Arena state = Arena::planner(p.device), planner = Arena::planner(p.device);
-  Optimizer optimizer(model.parameters(), c.optimizer, p.device, /*planned=*/true);
+  Optimizer optimizer(model.parameters(), c.optimizer, p.device, shares, /*planned=*/true);
   model.allocate_state(state, optimizer.clips_heads());
   p.bytes["balance statistics"] = state.peak();
   const MicroBatch batch = MicroBatch::allocate(state, G, T);
@@ -125,9 +141,10 @@ int64_t Plan::total_bytes() const {
   return n;
 }
 
-Plan plan_run(const RunConfig& c) {
-  Model model(c.model);
+Plan plan_run(const RunConfig& c, int64_t ranks) {
+  Model model(c.model, ExpertShare(0, c.parallel.expert));
   Plan p;
+  p.ranks = ranks;
   const Counts n = count(c.model, model);
   p.total = n.total;
   p.embedding = n.embedding;
@@ -152,6 +169,16 @@ void plan_step(Stream& s, Model& model, Optimizer& optimizer, const MicroBatch& 
   model.apply_balance(s);
 }
 
+namespace {
+
+std::string memory_of(const Plan& p, const RunConfig& c) {
+  if (p.ranks == 1) return "one rank, nothing sharded";
+  return text("each of ", p.ranks, " ranks (", p.ranks / c.parallel.expert, " data x ", c.parallel.expert,
+              " expert), optimizer state sharded");
+}
+
+}  // namespace
+
 std::string plan_text(const RunConfig& c, const Plan& p) {
   std::ostringstream o;
   o << "model        " << c.model.num_hidden_layers << " layers (" << c.model.num_kda_layers() << " KDA, "
@@ -164,7 +191,7 @@ std::string plan_text(const RunConfig& c, const Plan& p) {
     << human(p.flops_kda) << ")\n"
     << "step         " << p.tokens_per_step << " tokens, " << human(p.flops() * static_cast<double>(p.tokens_per_step))
     << "FLOP\n"
-    << "memory       one rank, nothing sharded, micro-batch " << c.train.micro_batch_size << " x "
+    << "memory       " << memory_of(p, c) << ", micro-batch " << c.train.micro_batch_size << " x "
     << c.data.sequence_length << ", recompute " << to_string(c.train.recompute) << ", "
     << (p.device == Device::cuda ? "CUDA" : "CPU") << " back end in " << (p.working == DType::bf16 ? "bf16" : "fp32")
     << (c.train.device == TrainConfig::DeviceChoice::cuda && !kBuiltWithCuda ? " (this build has no CUDA back end)"

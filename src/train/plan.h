@@ -19,7 +19,8 @@ struct Plan {
   // FLOPs of forward and backward per token: 6 per active parameter, causal attention, KDA's products (chunk 64)
   double flops_parameters = 0, flops_attention = 0, flops_kda = 0;
   double flops() const { return flops_parameters + flops_attention + flops_kda; }
-  // Bytes on one rank without sharding, on the back end that train.device asks for and this build has
+  int64_t ranks = 1;
+  // Bytes on one rank, on the back end that train.device asks for and this build has
   Device device = Device::cpu;
   DType working = DType::f32;
   std::map<std::string, int64_t> bytes;
@@ -28,7 +29,8 @@ struct Plan {
   int64_t tokens_per_step = 0;
 };
 
-Plan plan_run(const RunConfig& config);
+// For the rank of `ranks` that needs most; ConfigError when parallel.expert does not divide them.
+Plan plan_run(const RunConfig& config, int64_t ranks = 1);
 
 // Runs everything that shares a run's arena over a planner: a training micro-batch, an evaluation, an update.
 void plan_step(Stream& planner, Model& model, Optimizer& optimizer, const MicroBatch& micro, Tensor losses,

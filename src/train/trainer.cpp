@@ -12,9 +12,11 @@
 #include "kernels/core/transfer.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/loss/loss.h"
+#include "src/checkpoint/hash.h"
 #include "src/data/tokenizer.h"
 #include "src/model/weights.h"
 #include "src/train/device_choice.h"
+#include "src/train/rank_checkpoint.h"
 #include "src/train/schedule.h"
 #include "src/train/stop_signal.h"
 
@@ -27,18 +29,53 @@ int64_t valid_targets(const Batch& b) {
   return std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != kIgnoreTarget; });
 }
 
+// Each refusal is thrown on all ranks alike.
+void same_everywhere(Communicator& ranks, const char* what, const std::string& mine) {
+  const std::vector<std::string> all = ranks.gather(mine);
+  for (size_t r = 1; r < all.size(); ++r) {
+    if (all[r] == all[0]) continue;
+    throw ConfigError(text("the ranks do not run the same: rank 0 has ", what, " ", all[0], ", rank ", r, " has ",
+                           all[r], ". Start all ranks with one program, one run file and one set of data files."));
+  }
+}
+
+// Before anything else is done together: ranks of other programs or run files would call other collectives.
+Communicator& same_run(Communicator& ranks, const RunConfig& config) {
+  if (ranks.size() == 1) return ranks;
+  same_everywhere(ranks, "the program", xxh64_of_file("/proc/self/exe"));
+  TrainState first, mine;
+  mine.config_json = to_json(config);
+  const std::vector<std::string> all = ranks.gather(mine.config_json);
+  first.config_json = all[0];
+  for (size_t r = 1; r < all.size(); ++r) {
+    mine.config_json = all[r];
+    const std::vector<std::string> differ = changed_fields(first, mine);
+    if (differ.empty()) continue;
+    throw ConfigError(text("the ranks do not run the same: from rank 0 to rank ", r, ", ", differ[0],
+                           differ.size() > 1 ? text(" and ", differ.size() - 1, " more") : std::string(),
+                           ". Start all ranks with one run file and the same overrides."));
+  }
+  return ranks;
+}
+
 double milliseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
 }  // namespace
 
-Trainer::Trainer(const RunConfig& config, Purpose purpose)
-    : config_(config), purpose_(purpose), device_(choose_device(config.train)), total_steps_(config.total_steps()) {
+Trainer::Trainer(const RunConfig& config, Purpose purpose, Communicator& ranks)
+    : config_(config),
+      purpose_(purpose),
+      mesh_(same_run(ranks, config), config.parallel.expert),
+      device_(choose_device(config.train)),
+      total_steps_(config.total_steps()) {
+  check_ranks();
   if (device_ == Device::cuda) use_device(0);
-  plan_ = plan_run(config_);
+  plan_ = plan_run(config_, mesh_.world().size());
   check_memory();
   open_data();
+  same_everywhere(mesh_.world(), "training data of fingerprint", train_data_->fingerprint());
   claim_directories();
   build_model();
   identify();
@@ -80,26 +117,53 @@ void Trainer::open_data() {
   sampler.global_batch_size = config_.train.global_batch_size;
   sampler.shuffle = config_.data.shuffle;
   sampler.seed = static_cast<uint64_t>(config_.data.seed);
-  loader_ =
-      std::make_unique<BatchLoader>(*train_data_, sampler, config_.train.micro_batch_size,
-                                    MicroRange{0, config_.train.global_batch_size / config_.train.micro_batch_size});
+  const MicroRange mine{mesh_.world().rank() * micro_batches(), micro_batches()};
+  loader_ = std::make_unique<BatchLoader>(*train_data_, sampler, config_.train.micro_batch_size, mine);
+}
+
+int64_t Trainer::micro_batches() const {
+  return config_.train.global_batch_size / config_.train.micro_batch_size / mesh_.world().size();
+}
+
+void Trainer::check_ranks() const {
+  const int ranks = mesh_.world().size();
+  if (ranks == 1) return;
+  const TrainConfig& c = config_.train;
+  const int64_t all = c.global_batch_size / c.micro_batch_size;
+  if (all % ranks != 0) {
+    throw ConfigError(text("a step of ", all, " micro-batches (train.global_batch_size ", c.global_batch_size,
+                           " / train.micro_batch_size ", c.micro_batch_size, ") cannot be shared out over ", ranks,
+                           " ranks. Start a number of ranks that divides it, or change one of the two sizes."));
+  }
+  if (mesh_.world().max_of(device_ == Device::cuda) != 0) {
+    throw ConfigError(text(
+        "several ranks compute on CPUs only, and ",
+        c.device == TrainConfig::DeviceChoice::cuda ? "train.device is \"cuda\"" : "train.device \"auto\" found a GPU",
+        ": there is no exchange between GPUs yet. Set train.device=cpu, or start one rank."));
+  }
 }
 
 void Trainer::check_memory() const {
-  const int64_t needed = plan_.total_bytes(), there = device_memory(device_);
+  // CPU ranks of one machine share its memory.
+  const std::string host = host_name();
+  const std::vector<std::string> hosts = mesh_.world().gather(host);
+  const int64_t ranks_here = std::count(hosts.begin(), hosts.end(), host);
+  const int64_t needed = plan_.total_bytes() * ranks_here, there = device_memory(device_);
   if (needed <= there) return;
   const auto gib = [](int64_t n) { return static_cast<double>(n) / 0x1p30; };
   const ModelConfig& m = config_.model;
-  throw DeviceError(
-      text("this run needs ", gib(needed), " GiB of memory, ", device_ == Device::cuda ? "the GPU" : "this machine",
-           " has ", gib(there), " GiB. What decides: model.hidden_size ", m.hidden_size, ", model.num_hidden_layers ",
-           m.num_hidden_layers, ", model.vocab_size ", m.vocab_size, ", model.num_experts ", m.num_experts,
-           ", train.micro_batch_size ", config_.train.micro_batch_size, ", data.sequence_length ",
-           config_.data.sequence_length, ", train.recompute \"", to_string(config_.train.recompute),
-           "\". Lower one of them; kestrel plan shows where the bytes go."));
+  throw DeviceError(text(
+      "this run needs ", gib(needed), " GiB of memory, ",
+      ranks_here > 1 ? text("for the ", ranks_here, " ranks on this machine, ") : std::string(),
+      device_ == Device::cuda ? "the GPU" : "this machine", " has ", gib(there),
+      " GiB. What decides: model.hidden_size ", m.hidden_size, ", model.num_hidden_layers ", m.num_hidden_layers,
+      ", model.vocab_size ", m.vocab_size, ", model.num_experts ", m.num_experts, ", train.micro_batch_size ",
+      config_.train.micro_batch_size, ", data.sequence_length ", config_.data.sequence_length, ", train.recompute \"",
+      to_string(config_.train.recompute), "\". Lower one of them; kestrel plan shows where the bytes go."));
 }
 
 void Trainer::claim_directories() {
+  if (!mesh_.is_root()) return;
   const std::string &run = config_.log.dir, &checkpoints = config_.checkpoint.dir;
   run_claim_.emplace(run, "run directory", "log.dir");
   std::error_code ec;
@@ -110,13 +174,16 @@ void Trainer::claim_directories() {
 void Trainer::build_model() {
   const bool dry = purpose_ == Purpose::dry_run;
   pass_ = pass_options(config_.train, device_);
-  model_ = std::make_unique<Model>(config_.model);
+  model_ = std::make_unique<Model>(config_.model, ExpertShare(mesh_));
   if (dry) {
     model_->parameters().plan(device_, pass_.dtype);
   } else {
-    model_->parameters().allocate(device_, pass_.dtype, /*gradients=*/true);
+    model_->parameters().allocate(device_, pass_.dtype, /*gradients=*/true, sums_gradients(config_.train, device_));
   }
-  optimizer_ = std::make_unique<Optimizer>(model_->parameters(), config_.optimizer, device_, /*planned=*/dry);
+  const ParameterStore& store = model_->parameters();
+  optimizer_ = std::make_unique<Optimizer>(
+      model_->parameters(), config_.optimizer, device_,
+      mesh_.world().size() > 1 ? UpdateShares(store, config_.optimizer, mesh_) : UpdateShares(store), /*planned=*/dry);
   // One arena for all steps.
   arena_ = std::make_unique<Arena>(dry ? Arena::planner(device_) : Arena(device_, plan_.arena_bytes));
   stream_ = std::make_unique<Stream>(*arena_);
@@ -130,9 +197,9 @@ void Trainer::build_model() {
   allocate_state(*state_memory_);
 }
 
-// The model's statistics, the ids and the losses of a whole global batch.
+// The model's statistics, the ids and the losses of all of a step's micro-batches here.
 void Trainer::allocate_state(Arena& arena) {
-  const int64_t G = config_.train.global_batch_size, T = config_.data.sequence_length;
+  const int64_t G = micro_batches() * config_.train.micro_batch_size, T = config_.data.sequence_length;
   model_->allocate_state(arena, optimizer_->clips_heads());
   batch_ = MicroBatch::allocate(arena, G, T);
   losses_ = arena.keep({G * T}, DType::f32, "batch");
@@ -172,13 +239,16 @@ std::optional<LoadedCheckpoint> Trainer::checkpoint_to_resume() {
   using Resume = CheckpointConfig::Resume;
   const CheckpointConfig& c = config_.checkpoint;
   if (c.resume == Resume::never) return std::nullopt;
-  auto found = find_checkpoint(c.dir, &rejected_);
-  if (!found && (c.resume == Resume::must || !rejected_.empty())) {
+  std::optional<LoadedCheckpoint> found;
+  if (mesh_.is_root()) found = find_checkpoint(c.dir, &rejected_);
+  if (mesh_.is_root() && !found && (c.resume == Resume::must || !rejected_.empty())) {
     throw DataError(text("checkpoint.resume is \"", to_string(c.resume), "\", but ", c.dir,
                          " holds no good checkpoint.", list_of(rejected_),
                          "\nPoint checkpoint.dir at the run to continue, or set ",
                          "checkpoint.resume=never to start over."));
   }
+  const std::string dir = mesh_.world().gather(found ? found->dir : "")[0];
+  if (!mesh_.is_root() && !dir.empty()) found = open_checkpoint(dir, /*verify=*/false);
   return found;
 }
 
@@ -187,16 +257,9 @@ void Trainer::restore(const LoadedCheckpoint& checkpoint) {
   check_resumable(saved, state_, total_steps_, checkpoint.dir);
   changes_ = changed_fields(saved, state_);
   load_weights(model_->parameters(), checkpoint);
-  const auto copy = [&](const std::string& name, Tensor out) {
-    const Tensor in = checkpoint.tensor(name);
-    if (in.dtype != out.dtype || in.numel() != out.numel()) {
-      throw DataError(
-          text(checkpoint.dir, ": tensor \"", name, "\" is ", in.describe(), ", expected ", out.describe()));
-    }
-    check_finite(checkpoint.dir, name, in);
-    upload(*stream_, out, in.view({out.rows(), out.cols()}));
-  };
-  optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>&, Tensor t) { copy(name, t); });
+  optimizer_->for_each_state([&](const Optimizer::StatePart& part) {
+    read_part(*stream_, checkpoint, part.name, part.shape, part.first_row, part.tensor);
+  });
   state_.step = saved.step;
   state_.updates = saved.updates;
   state_.tokens = saved.tokens;
@@ -208,16 +271,23 @@ void Trainer::restore(const LoadedCheckpoint& checkpoint) {
 
 void Trainer::save() {
   if (saved_step_ == state_.step) return;
-  HostTensors tensors = weights_of(*stream_, model_->parameters());
-  optimizer_->for_each_state([&](const std::string& name, const std::vector<int64_t>& shape, Tensor t) {
-    tensors.add(*stream_, name, shape, t);
+  // Of what several ranks hold each writes the part that it updates.
+  HostParts parts;
+  model_->parameters().for_each([&](const NamedParameter& p) {
+    const UpdateShares::Rows mine = optimizer_->shares().rows_of(*p.member->block);
+    const int64_t first = std::max(mine.first, p.first_row), end = std::min(mine.last, p.first_row + p.member->rows);
+    if (first >= end) return;
+    parts.add(*stream_, p.name, p.shape, first - p.first_row, p.member->block->master.slice(first, end - first));
+  });
+  optimizer_->for_each_state([&](const Optimizer::StatePart& part) {
+    parts.add(*stream_, part.name, part.shape, part.first_row, part.tensor);
   });
   CheckpointPolicy policy;
   policy.keep = config_.checkpoint.keep;
   policy.keep_every = config_.checkpoint.keep_every;
-  save_checkpoint(config_.checkpoint.dir, state_.step, tensors.list(), state_.to_json(), policy);
+  save_checkpoint(mesh_.world(), config_.checkpoint.dir, state_.step, parts, state_.to_json(), policy);
   saved_step_ = state_.step;
-  recorder_->checkpoint(state_.step, config_.checkpoint.dir);
+  if (recorder_) recorder_->checkpoint(state_.step, config_.checkpoint.dir);
 }
 
 void Trainer::profile() {
@@ -230,7 +300,7 @@ void Trainer::profile() {
 // Queues the copy of a micro-batch to rows [row, row + b.rows) of batch_.  Those rows of the host's side must be done
 // with: the wait at the end of a step, or of an evaluated batch, sees to it.
 MicroBatch Trainer::upload_batch(const Batch& b, int64_t row) {
-  const int64_t G = config_.train.global_batch_size, T = b.sequence_length;
+  const int64_t G = batch_.tokens.dim(0), T = b.sequence_length;
   const Tensor host = ids_memory_.tensor({3, G, T}, DType::i32);
   const auto put = [&](const Tensor& to, int64_t which, const std::vector<int32_t>& ids) {
     const Tensor from = host[which].slice(row, b.rows);
@@ -252,14 +322,16 @@ double Trainer::sum_of_losses(int64_t n) const {
   return sum;
 }
 
-// Queues all micro-batches of a step; returns the number of targets.
+// Queues all micro-batches of a step; returns the number of targets on all ranks.
 int64_t Trainer::accumulate_gradients(const std::vector<Batch>& micro_batches) {
   int64_t valid = 0, row = 0;
   for (const Batch& b : micro_batches) valid += valid_targets(b);
+  valid = mesh_.world().sum_of(valid);
   const float scale = valid > 0 ? static_cast<float>(1.0 / static_cast<double>(valid)) : 0.f;
   for (const Batch& b : micro_batches) {
     const MicroBatch micro = upload_batch(b, row);
     model_->train(*stream_, micro, losses_.slice(row * b.sequence_length, b.rows * b.sequence_length), scale, pass_);
+    model_->parameters().fold_gradients(*stream_);
     row += b.rows;
   }
   return valid;
@@ -300,23 +372,25 @@ void Trainer::record_balance(StepResult& r) const {
 }
 
 Trainer::StepResult Trainer::train_step() {
-  std::vector<Batch> micro_batches;
-  const int64_t count = config_.train.global_batch_size / config_.train.micro_batch_size;
-  for (int64_t m = 0; m < count; ++m) micro_batches.push_back(loader_->fetch(state_.step, m));
-  const int64_t tokens = config_.tokens_per_step();
+  Communicator& ranks = mesh_.world();
+  std::vector<Batch> batches;
+  const int64_t first = ranks.rank() * micro_batches();
+  for (int64_t m = 0; m < micro_batches(); ++m) batches.push_back(loader_->fetch(state_.step, first + m));
+  const int64_t tokens = losses_.numel();
 
   model_->begin_step(*stream_);
   model_->parameters().zero_gradients(*stream_);
-  const int64_t targets = accumulate_gradients(micro_batches);
+  const int64_t targets = accumulate_gradients(batches);
+  model_->pool_statistics(*stream_, ranks);
   optimizer_->measure(*stream_, *model_);
   read_back(tokens);
 
   StepResult r;
-  r.loss = sum_of_losses(tokens) / static_cast<double>(std::max<int64_t>(1, targets));
+  r.loss = ranks.sum_of(sum_of_losses(tokens)) / static_cast<double>(std::max<int64_t>(1, targets));
   r.grad_norm = optimizer_->gradient_norm();
   r.lr = learning_rate(config_.schedule, state_.step, total_steps_);
   record_balance(r);
-  state_.tokens += tokens;
+  state_.tokens += config_.tokens_per_step();
   ++state_.step;
   r.skipped = !std::isfinite(r.loss) || !std::isfinite(r.grad_norm);
   if (r.skipped) {
@@ -332,24 +406,34 @@ Trainer::StepResult Trainer::train_step() {
   return r;
 }
 
+// The batches are dealt to the ranks in turn; a rank without one takes part with rows that have no targets.
 Trainer::EvalResult Trainer::evaluate() {
+  Communicator& ranks = mesh_.world();
   const int64_t B = config_.train.micro_batch_size, rows = validation_data_->rows();
   const int64_t last = config_.eval.batches > 0 ? std::min(rows, B * config_.eval.batches) : rows;
   const std::vector<int32_t>& token_bytes = validation_data_->token_bytes();
   EvalResult r;
   double sum = 0, bytes = 0;
   Batch b;
-  for (int64_t row = 0; row < last; row += B) {
+  for (int64_t first = 0; first < last; first += B * ranks.size()) {
+    const int64_t row = first + B * ranks.rank();
     read_rows(*validation_data_, row, B, b);
-    if (row + B > last) std::fill(b.targets.begin() + (last - row) * b.sequence_length, b.targets.end(), kIgnoreTarget);
+    if (row + B > last)
+      std::fill(b.targets.begin() + std::max<int64_t>(last - row, 0) * b.sequence_length, b.targets.end(),
+                kIgnoreTarget);
     const int64_t n = B * b.sequence_length;
     model_->evaluate(*stream_, upload_batch(b, 0), losses_.slice(0, n), pass_);
     download(*stream_, losses_memory_.tensor({n}, DType::f32), losses_.slice(0, n));
     wait(*stream_);
-    sum += sum_of_losses(n);
-    r.targets += valid_targets(b);
+    double mine[3] = {sum_of_losses(n), static_cast<double>(valid_targets(b)), 0};
     for (int32_t t : b.targets) {
-      if (t != kIgnoreTarget && !token_bytes.empty()) bytes += token_bytes[static_cast<size_t>(t)];
+      if (t != kIgnoreTarget && !token_bytes.empty()) mine[2] += token_bytes[static_cast<size_t>(t)];
+    }
+    const std::vector<double> all = ranks.gather(std::span<const double>(mine));  // in the order of the batches
+    for (size_t i = 0; i < all.size(); i += 3) {
+      sum += all[i];
+      r.targets += static_cast<int64_t>(all[i + 1]);
+      bytes += all[i + 2];
     }
   }
   r.loss = sum / static_cast<double>(std::max<int64_t>(1, r.targets));
@@ -360,12 +444,18 @@ Trainer::EvalResult Trainer::evaluate() {
 // ---------------------------------------------------------------------------------------------------------- the loop
 
 ExitCode Trainer::run() {
-  recorder_ = std::make_unique<Recorder>(config_, state_.step, total_steps_);
-  recorder_->start(description(), start_warnings(), resumed_from_, changes_);
+  const std::string about = description();
+  if (mesh_.is_root()) {
+    recorder_ = std::make_unique<Recorder>(config_, state_.step, total_steps_);
+    recorder_->start(about, start_warnings(), resumed_from_, changes_);
+  }
   StopSignal stop;
+  // A signal to any rank stops all of them.
+  const auto stop_signal = [&] { return static_cast<int>(mesh_.world().max_of(stop.received())); };
   const bool evaluates = validation_data_ && config_.eval.every > 0;
 
-  while (state_.step < total_steps_ && !stop.received()) {
+  int signal = stop_signal();
+  while (state_.step < total_steps_ && signal == 0) {
     const auto start = std::chrono::steady_clock::now();
     const StepResult r = train_step();
     const int64_t step = state_.step;
@@ -387,7 +477,7 @@ ExitCode Trainer::run() {
     record.violation = r.violation;
     record.clipped_heads = r.clipped_heads;
     record.skipped = r.skipped;
-    recorder_->step(record);
+    if (recorder_) recorder_->step(record);
 
     if (state_.skipped_in_a_row >= kSkipsBeforeStop) {
       throw DivergedError(text(
@@ -397,11 +487,12 @@ ExitCode Trainer::run() {
     }
     if (evaluates && (step % config_.eval.every == 0 || step == total_steps_)) {
       const EvalResult e = evaluate();
-      recorder_->evaluation({step, e.loss, e.bits_per_byte, e.targets});
+      if (recorder_) recorder_->evaluation({step, e.loss, e.bits_per_byte, e.targets});
     }
     if (config_.checkpoint.every > 0 && step % config_.checkpoint.every == 0) save();
+    signal = stop_signal();
   }
-  return finish(stop.received());
+  return finish(signal);
 }
 
 // What of an earlier run is not used, and where it stays.
@@ -420,10 +511,10 @@ std::vector<std::string> Trainer::start_warnings() {
 ExitCode Trainer::finish(int signal) {
   save();
   const bool complete = state_.step >= total_steps_;
-  recorder_->finish(complete, signal, state_.step);
+  if (recorder_) recorder_->finish(complete, signal, state_.step);
   if (profiler_) {
     profiler_->collect(*stream_);
-    std::fputs(profile_text(profiler_->rows(), profiled_steps_).c_str(), stdout);
+    if (mesh_.is_root()) std::fputs(profile_text(profiler_->rows(), profiled_steps_).c_str(), stdout);
   }
   return complete ? ExitCode::done : ExitCode::preempted;
 }
@@ -438,6 +529,7 @@ std::string Trainer::description() const {
     s += text("back end     cpu, fp32; ", cpu_gemm_description(),
               config_.train.device == TrainConfig::DeviceChoice::automatic ? "; no GPU: " + gpus.reason : "", "\n");
   }
+  if (mesh_.world().size() > 1) s += text("ranks        ", mesh_.description(), "\n");
   s += text("data         ", train_data_->rows(), " training rows of ", config_.data.sequence_length, " tokens (",
             train_data_->tokens(), " tokens)");
   if (validation_data_) s += text(", ", validation_data_->rows(), " validation rows");

@@ -1,7 +1,9 @@
 // The training loop.
 //
 // A step: the global batch in micro-batches, each forward and backward, gradients summed; global norm and clip; one
-// optimizer update; the balance biases of the next step.  A step whose loss or gradient norm is not finite is recorded
+// optimizer update; the balance biases of the next step.  Of several ranks each takes its part of the micro-batches;
+// losses, gradients, norm and balance statistics are those of all of them, so every rank takes the same decisions; the
+// root alone writes the run directory.  A step whose loss or gradient norm is not finite is recorded
 // and its update is not applied; three of them in a row stop the run (exit code 5).
 #pragma once
 
@@ -17,6 +19,7 @@
 #include "src/config/run_config.h"
 #include "src/data/loader.h"
 #include "src/model/model.h"
+#include "src/parallel/mesh.h"
 #include "src/train/directory_claim.h"
 #include "src/train/optimizer.h"
 #include "src/train/plan.h"
@@ -29,9 +32,10 @@ class Trainer {
  public:
   // `dry_run`: everything is checked as for training, over planners instead of memory; only `description` may follow.
   enum class Purpose { train, dry_run };
-  // Compares the plan with the machine, opens data, claims the run's directories, builds the model, reads the
-  // checkpoint to resume or the weights to start from.  What is on disk stays as it is, but for the claims' lock files.
-  explicit Trainer(const RunConfig& config, Purpose purpose = Purpose::train);
+  // Compares the ranks with each other and the plan with the machine, opens data, claims the run's directories, builds
+  // the model, reads the checkpoint to resume or the weights to start from.  What is on disk stays as it is, but for
+  // the claims' lock files. With several ranks every function is collective; `ranks` must outlive the trainer.
+  explicit Trainer(const RunConfig& config, Purpose purpose = Purpose::train, Communicator& ranks = alone());
   ~Trainer();
 
   // What --dry-run prints.
@@ -58,9 +62,11 @@ class Trainer {
   Model& model() { return *model_; }
   Optimizer& optimizer() { return *optimizer_; }
   const TrainState& state() const { return state_; }
+  const Mesh& mesh() const { return mesh_; }
   int64_t total_steps() const { return total_steps_; }
 
  private:
+  void check_ranks() const;
   void open_data();
   void check_memory() const;
   void claim_directories();
@@ -73,6 +79,7 @@ class Trainer {
   void save();
   void allocate_state(Arena& arena);
   MicroBatch upload_batch(const Batch& b, int64_t row);
+  int64_t micro_batches() const;  // of a step, on this rank
   double sum_of_losses(int64_t n) const;
   int64_t accumulate_gradients(const std::vector<Batch>& micro_batches);
   void read_back(int64_t losses);
@@ -81,6 +88,7 @@ class Trainer {
 
   RunConfig config_;
   Purpose purpose_;
+  Mesh mesh_;
   Device device_;
   std::optional<DirectoryClaim> run_claim_, checkpoint_claim_;
   Plan plan_;
@@ -92,9 +100,9 @@ class Trainer {
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<Arena> state_memory_, arena_;
   std::unique_ptr<Stream> stream_;
-  std::unique_ptr<Recorder> recorder_;
-  MicroBatch batch_;  // [global batch, T] ids on the device
-  Tensor losses_;     // [global batch tokens] F32, on the device
+  std::unique_ptr<Recorder> recorder_;  // the root's
+  MicroBatch batch_;                    // [rows of a step on this rank, T] ids on the device
+  Tensor losses_;                       // [their tokens] F32, on the device
   // The host's side of both, and of the balance statistics (loads [MoE layers, E], auxiliary losses [MoE layers]).
   PinnedBuffer ids_memory_, losses_memory_, loads_memory_, auxiliary_memory_;
   std::unique_ptr<Profiler> profiler_;

@@ -113,11 +113,19 @@ TEST(ConfigErrors, StringsThatAreNoText) {
 }
 
 TEST(ConfigErrors, NotYetThere) {
-  for (const char* name : {"expert", "context", "pipeline"}) {
+  for (const char* name : {"context", "pipeline"}) {
     expect_parts(refusal_of_overrides({std::string("parallel.") + name + "=2"}),
                  {std::string("parallel.") + name + " is 2", "equal to 1", "does not exist yet", "set 1"});
   }
   expect_parts(refusal_of_overrides({"parallel.zero_stage=3"}), {"parallel.zero_stage is 3", "set 1"});
+}
+
+TEST(ConfigErrors, ExpertsThatCannotBeSharedOut) {
+  expect_parts(refusal_of_overrides({"parallel.expert=3"}), {"parallel.expert is 3", "num_experts 4", "divisor"});
+  expect_parts(refusal_of_overrides({"parallel.expert=0"}), {"parallel.expert is 0"});
+  expect_parts(refusal_of_overrides({"parallel.expert=2", "model.num_experts=0"}),
+               {"parallel.expert is 2", "Set it to 1"});
+  EXPECT_EQ(small({"parallel.expert=2"}).parallel.expert, 2);
 }
 
 TEST(ConfigErrors, MissingFields) {
